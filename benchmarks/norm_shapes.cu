@@ -175,7 +175,7 @@ void poly(Bench& b, const char* forward, const char* backward, bool grouped) {
       const int resident = blocks_of(kernel, S::kBlock, 0);
       for (int waves : {1, 4, 1 << 20}) {
         const int64_t blocks =
-            std::min<int64_t>(divided_up(a.rows, S::kRows), int64_t{b.device.processors()} * resident * waves);
+            std::min<int64_t>(divided_up(a.rows, S::kRows), int64_t{b.device.multiprocessors()} * resident * waves);
         b.time("held", S::kThreads, S::kVectors, resident, waves,
                [&] { launch(kernel, dim3(blocks), S::kBlock, 0, b.device, a); });
       }
@@ -185,7 +185,7 @@ void poly(Bench& b, const char* forward, const char* backward, bool grouped) {
       const auto kernel = poly_backward_ring<Ring, kMul>;
       constexpr int kShared = Ring::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4;
       const int resident = blocks_of(kernel, S::kBlock, kShared);
-      const int64_t blocks = std::min<int64_t>(divided_up(a.rows, S::kRows), int64_t{b.device.processors()} * resident);
+      const int64_t blocks = std::min<int64_t>(divided_up(a.rows, S::kRows), int64_t{b.device.multiprocessors()} * resident);
       b.time("ring", S::kThreads, S::kVectors, resident, 1,
              [&] { launch(kernel, dim3(blocks), S::kBlock, kShared, b.device, a); });
     }

@@ -1,4 +1,4 @@
-// float <-> element, vectors of elements, and copies into shared memory that a thread need not wait for (sm_80 on).
+// float <-> element, vectors of elements, and asynchronous copies to shared memory (sm_80 on).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +19,7 @@ struct Element;
 
 template <>
 struct Element<float> {
-  static __device__ __forceinline__ float load(float value) { return value; }
+  static __device__ __forceinline__ float to_float(float value) { return value; }
   static __device__ __forceinline__ float round(float value) { return value; }
   static __device__ __forceinline__ void unpack(uint32_t word, float* values) { values[0] = __uint_as_float(word); }
   static __device__ __forceinline__ uint32_t pack(const float* values) { return __float_as_uint(values[0]); }
@@ -27,7 +27,7 @@ struct Element<float> {
 
 template <>
 struct Element<__half> {
-  static __device__ __forceinline__ float load(__half value) { return __half2float(value); }
+  static __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
   static __device__ __forceinline__ __half round(float value) { return __float2half_rn(value); }
   static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
     const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
@@ -42,7 +42,7 @@ struct Element<__half> {
 
 template <>
 struct Element<__nv_bfloat16> {
-  static __device__ __forceinline__ float load(__nv_bfloat16 value) { return __bfloat162float(value); }
+  static __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
   static __device__ __forceinline__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
   static __device__ __forceinline__ void unpack(uint32_t word, float* values) {  // a bfloat16 is the upper half of a float
     values[0] = __uint_as_float(word << 16);
@@ -56,7 +56,7 @@ struct Element<__nv_bfloat16> {
 
 template <typename T>
 __device__ __forceinline__ float rounded(float value) {
-  return Element<T>::load(Element<T>::round(value));
+  return Element<T>::to_float(Element<T>::round(value));
 }
 
 // kVec neighbouring elements: one 16-byte access, or a single element where rows are not aligned.
@@ -68,7 +68,7 @@ struct Chunk {
 
   __device__ __forceinline__ void from(const Packed& packed) {
     if constexpr (kVec == 1) {
-      value[0] = Element<T>::load(packed);
+      value[0] = Element<T>::to_float(packed);
     } else {
       const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ __forceinline__ void copy_async(uint4* to_shared, const void* from_gl
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all but the newest kNewest committed groups of this thread are there.
+// Waits for this thread's committed groups of copies, but not for the newest kNewest.
 template <int kNewest>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");

@@ -27,11 +27,11 @@ struct Device {
     check_cuda(cudaDeviceGetAttribute(&value, which, index));
     return value;
   }
-  int processors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int block_shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 };
 
-// `splits`: neighbouring blocks of x that are one cluster.
+// `splits`: neighbouring blocks in the grid's x dimension that are one cluster.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, int splits, const Device& device,
                      Arguments... arguments) {
@@ -55,7 +55,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_by
   check_cuda(cudaGetLastError());
 }
 
-// Blocks of `kernel` that one processor holds; queried once a device, where the kernel is also allowed its shared memory.
+// Blocks of `kernel` that one SM holds; queried once a device, where the kernel is also allowed its shared memory.
 // `known` belongs to this kernel alone.
 template <typename Kernel>
 int resident_blocks(Kernel kernel, int threads, int shared_bytes, const Device& device, std::atomic<int> (&known)[kDevices]) {

@@ -9,6 +9,13 @@
 
 #include "elements.cuh"
 
+namespace zero_inference {
+
+// Whether a launch has three blocks for two SMs: enough not to split its sums over a cluster.
+constexpr bool fills(int64_t blocks, int multiprocessors) { return 2 * blocks >= 3 * int64_t{multiprocessors}; }
+
+}  // namespace zero_inference
+
 namespace zero_inference::norms {
 
 template <typename T, int kThreads, int kVectors>
@@ -16,13 +23,13 @@ struct RowShape;  // kThreads threads share a row, kVectors 16-byte vectors each
 template <typename T, int kThreads, int kVectors, int kTensors>
 struct RingShape;  // the same threads, with rows of kTensors tensors passing through shared memory (rows.cuh)
 
-// Rows that a warp shares come several to a block: a processor holds 32 blocks at most, half of its 64 warps.
-constexpr int kOneWarpRowsBlock = 4 * kWarp;
+// Threads of a block whose rows have one warp each: an SM holds 32 blocks at most, half of its 64 warps.
+constexpr int kOneWarpRowThreads = 4 * kWarp;
 
 // --- Forward passes of all norms ---
 //
 // A row is held in registers, with a block a row: 4090 GB/s; through a ring 3790 (rms, 65536 x 4096 in bfloat16); fewer blocks
-// a processor cost 10% and up (norm_occupancy.tsv).
+// an SM cost 10% and up (norm_occupancy.tsv).
 
 // Calls `visit` with the shape for rows of `columns` elements, or is false if there is none. Chosen from those that
 // benchmarks/norm_shapes.cu times (norm_shapes_bf16.tsv, norm_shapes_fp32.tsv).
@@ -92,7 +99,7 @@ bool with_norm_backward_shape(int64_t columns, Visit visit) {
   return false;
 }
 
-// Blocks that a processor should hold, for __launch_bounds__: 768 threads of the common shapes, which leaves each 80 registers.
+// Blocks that an SM should hold, for __launch_bounds__: 768 threads of the common shapes, which leaves each 80 registers.
 // Larger blocks, and those with several rows, are left to the compiler.
 constexpr int kBackwardThreads = 768;
 constexpr int kLargestBounded = 256;
@@ -156,7 +163,7 @@ constexpr int kSegmentThreads = 1024;
 // A block a row, which is read again for each sum. More threads would leave no room for a second block where a thread needs
 // more than 32 registers.
 constexpr int kLoopThreads = 512;
-constexpr int kLoopBlocks = 4;  // of a processor, all that fit of its 2048 threads; rows go round
+constexpr int kLoopBlocks = 4;  // of an SM, all that fit of its 2048 threads; rows go round
 
 // Parts of their weight gradient, which bound the scratch memory. Set the order of sums.
 constexpr int kLoopRowsOfPart = 64;
@@ -168,20 +175,20 @@ namespace zero_inference::quantization {
 
 // int8 and int4 groups back to weights: 3340 to 3500 GB/s, 83 to 87% of a copy inside the device (h200-shared/dequantize.txt).
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;              // loads in flight a thread: the latency of HBM wants several
-constexpr int kBlocksOfProcessor = 32;  // four waves of full occupancy; what is left goes round the grid-stride loop
+constexpr int kUnroll = 4;        // loads in flight a thread: the latency of HBM wants several
+constexpr int kBlocksPerSm = 32;  // four waves of full occupancy; what is left goes round the grid-stride loop
 
 // --- Products of a few tokens with codes (product.cu) ---
 
 // Eight warps a block, which share its rows and its columns between them, each with 32 rows at once: tokens read from shared
-// memory serve two tiles of 16 rows. Three stages of 2 KB a warp, of which two are on their way: with two blocks a processor
+// memory serve two tiles of 16 rows. Three stages of 2 KB a warp, of which two are on their way: with two blocks an SM
 // 64 KB, twice what 4.2 TB/s times a microsecond asks of each.
 constexpr int kProductThreads = 256;
 constexpr int kProductTiles = 2;
 constexpr int kProductStages = 3;
 constexpr int kProductTokens = 32;  // the most of one call
 
-// Blocks of a processor, for __launch_bounds__: three where 80 registers a thread are enough but for a few words.
+// Blocks of an SM, for __launch_bounds__: three where 80 registers a thread are enough but for a few words.
 constexpr int product_blocks(int token_tiles) { return token_tiles == 1 ? 3 : 2; }
 
 // Of a block's eight warps, those that share rows and split columns. Two rather than eight with one token take 15% off the
@@ -190,17 +197,16 @@ constexpr int product_blocks(int token_tiles) { return token_tiles == 1 ? 3 : 2;
 constexpr int product_column_warps(int64_t tokens) { return tokens <= 16 ? 2 : 1; }
 
 // A warp's steps between two barriers, at which the block's next tokens and scales have to be there: four where three blocks
-// still fit a processor's 227 KB, else two, which is the fewest that bring those in time through the ring of stages.
+// still fit an SM's 227 KB, else two, which is the fewest that bring those in time through the ring of stages.
 constexpr int kProductChunk = 4;
 constexpr int kProductLeastChunk = kProductStages - 1;
 constexpr int kProductSharedBytes = 74 << 10;
 
-// Blocks of one cluster, which split columns and add their sums through each other's shared memory: doubled until there are
-// three blocks for two processors, as long as each warp has two steps. Eight is what every device with clusters allows. Sets
-// the order of sums.
+// Blocks of one cluster, which split columns and add their sums through each other's shared memory: doubled until the launch
+// `fills` the device, as long as each warp has two steps. Eight is what every device with clusters allows. Sets the order of
+// sums.
 constexpr int kProductSplits = 8;
 constexpr int kProductLeastSteps = 2;
-constexpr bool product_fills(int64_t blocks, int processors) { return 2 * blocks >= 3 * int64_t{processors}; }
 
 // Pairs of the same weight that a block multiplies at once: single ones where few meet, as those of one token never do, and two
 // tiles of tokens where one would often not hold them all.
@@ -242,16 +248,15 @@ constexpr int kRoutingThreads = 128;  // four tokens, a warp each
 
 namespace zero_inference::attention {
 
-// Threads of a block, four or eight warps: eight where half of the processors have no block, since the time of one step of a
+// Threads of a block, four or eight warps: eight where half of the SMs have no block, since the time of one step of a
 // warp is then all that it takes. A warp copies two steps ahead, 8 KB each with rows of 128 elements of 16 bits; so three
-// blocks of four warps a processor have on their way eight times what 3.35 TB/s times a microsecond asks of each.
+// blocks of four warps an SM have on their way eight times what 3.35 TB/s times a microsecond asks of each.
 constexpr int kLeastThreads = 128;
 constexpr int kMostThreads = 256;
-constexpr bool are_few(int64_t blocks, int processors) { return 2 * blocks <= processors; }
+constexpr bool are_few(int64_t blocks, int multiprocessors) { return 2 * blocks <= multiprocessors; }
 
 // Blocks of one cluster, which divide the keys, as kProductSplits; each warp has a step. Sets the order of sums.
 constexpr int kSplits = 8;
-constexpr bool fills(int64_t blocks, int processors) { return 2 * blocks >= 3 * int64_t{processors}; }
 
 constexpr int64_t kMostPositions = int64_t{1} << 30;
 

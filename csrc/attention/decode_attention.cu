@@ -23,7 +23,7 @@ using quantization::Pair;
 
 constexpr int kTile = 8;    // rows, keys or columns of a tensor core's product
 constexpr int kShares = 4;  // lanes that have parts of one row
-constexpr float kHidden = -INFINITY;
+constexpr float kMasked = -INFINITY;
 constexpr float kLog2E = 1.44269504088896340736f;
 
 enum class Mask : int { kBoolean, kAdded };
@@ -43,7 +43,7 @@ struct Task {
   int row_blocks;  // blocks that divide the group * queries rows of a key head
   int splits;      // blocks that divide the keys, one cluster
   float scale;     // times log2(e)
-  float hidden;    // what the mask adds to a key that is not seen, or less
+  float masking;   // values of the mask up to this one hide a key
 };
 
 // Tensor-core layout: lane L has rows L / 4 and L / 4 + 8 of `a` and of the sums, column L / 4 of `b`, and columns 2 (L % 4)
@@ -124,7 +124,7 @@ struct Shape {
 __device__ __forceinline__ float larger(float one, float other) { return one > other ? one : other; }
 
 // The maximum that exponents subtract; finite without visible keys.
-__device__ __forceinline__ float finite(float maximum) { return maximum == kHidden ? 0.0f : maximum; }
+__device__ __forceinline__ float finite(float maximum) { return maximum == kMasked ? 0.0f : maximum; }
 
 // Key index of a lane in a step, in the layout of the scores.
 template <typename T>
@@ -151,11 +151,11 @@ __device__ __forceinline__ void load_mask(const Task& task, const int64_t (&rows
 // Mask value times log2(e).
 template <typename T>
 __device__ __forceinline__ float added(const Task& task, int key, uint32_t mask) {
-  if (key >= task.positions) return kHidden;
-  if (task.mask_kind == Mask::kBoolean) return mask != 0 ? 0.0f : kHidden;
+  if (key >= task.positions) return kMasked;
+  if (task.mask_kind == Mask::kBoolean) return mask != 0 ? 0.0f : kMasked;
   float values[2];
   Element<T>::unpack(mask, values);
-  return values[0] > task.hidden ? values[0] * kLog2E : kHidden;
+  return values[0] > task.masking ? values[0] * kLog2E : kMasked;
 }
 
 template <typename T>
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
   float maximum[kHalves], total[kHalves];  // total: of this lane's keys
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    maximum[half] = kHidden;
+    maximum[half] = kMasked;
     total[half] = 0.0f;
   }
 
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
 #pragma unroll
         for (int i = 0; i < kKeyTiles * 2; ++i) {
           next[half][i] = added<T>(task, key_of<T>(candidate, i), mask[half][i]);
-          seen |= next[half][i] != kHidden;
+          seen |= next[half][i] != kMasked;
         }
       }
       load_mask<T, kHalves>(task, mask_rows, candidate + stride, mask);
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
   // Adds vector `index` of `parts`, each relative to its own maximum; divides by the total if `divided`, else returns maximum
   // and total of the row.
   const auto add = [&](int parts, auto part, float (&sum)[4], float& most, float& all) {
-    most = kHidden;
+    most = kMasked;
     for (int i = 0; i < parts; ++i) most = larger(most, *part(i).maximum);
     all = 0.0f;
     for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
@@ -464,17 +464,17 @@ void launch_kernel(Task task, int64_t sequences, int64_t key_heads, const Device
   using S = Shape<T, kWidth, kHalves>;
   const auto kernel = attend<T, kWidth, kHalves>;
   static std::atomic<int> known[kDevices];
-  const int processors = device.processors(), most_shared_bytes = device.block_shared_bytes();
+  const int multiprocessors = device.multiprocessors(), most_shared_bytes = device.block_shared_bytes();
   const bool clusters = has_clusters(kernel, most_shared_bytes, device, known);
   task.row_blocks = static_cast<int>(divided_up(task.group * task.queries, S::kRows));
   const int64_t steps = divided_up(task.positions, S::kStep);
   const int64_t blocks = sequences * key_heads * task.row_blocks;
   task.splits = 1;
   int warps = kLeastThreads / kWarp;
-  while (clusters && task.splits < kSplits && !fills(blocks * task.splits, processors) && steps > task.splits * warps) {
+  while (clusters && task.splits < kSplits && !fills(blocks * task.splits, multiprocessors) && steps > task.splits * warps) {
     task.splits *= 2;
   }
-  if (are_few(blocks * task.splits, processors) && steps > task.splits * warps) warps = kMostThreads / kWarp;
+  if (are_few(blocks * task.splits, multiprocessors) && steps > task.splits * warps) warps = kMostThreads / kWarp;
   while (warps > 1 && S::shared_bytes(warps) > most_shared_bytes) warps /= 2;
   launch_clusters(kernel, dim3(task.splits, key_heads * task.row_blocks, sequences), warps * kWarp, S::shared_bytes(warps),
                   task.splits, device, task);
@@ -528,7 +528,7 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   task.scale = static_cast<float>(scale) * kLog2E;
   with_element(query.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    task.hidden = std::is_same_v<T, float> ? -FLT_MAX : std::is_same_v<T, __half> ? -65504.0f : -3.3895313892515355e38f;
+    task.masking = std::is_same_v<T, float> ? -FLT_MAX : std::is_same_v<T, __half> ? -65504.0f : -3.3895313892515355e38f;
     launch_width<T>(task, sequences, key_heads, device);
   });
   return out;

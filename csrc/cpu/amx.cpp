@@ -247,9 +247,8 @@ inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t column
 }
 
 inline void put_pairs(const char* rows, char* tile) {
-  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t pair = 0; pair < 16; ++pair) {
-    _mm512_store_si512(tile + pair * 64, _mm512_i32gather_epi32(lanes, rows + pair * 4, 4));
+    _mm512_store_si512(tile + pair * 64, _mm512_i32gather_epi32(tile_column(), rows + pair * 4, 4));
   }
 }
 

@@ -6,7 +6,7 @@
 // to its own, of those only the last `window` if set. A sink is one more logit of the softmax, without a value. Sums are
 // float32. A token that sees nothing gets zeros.
 //
-// Keys and values are in blocks of `block_positions`. Where a head's rows of a block are contiguous, cores read runs of
+// Keys and values are in blocks of `block_positions`. Where a head's rows of a block are contiguous, threads read runs of
 // block_positions * head_dim elements (16 KB at 64 positions of 128 float16), which hardware prefetchers follow; other strides
 // work too.
 //

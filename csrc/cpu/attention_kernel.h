@@ -316,9 +316,9 @@ struct Kernel {
     return position + most < end ? position + most : end;
   }
 
-  // First keys of the thread's next item, or null.
-  const T* following = nullptr;
-  int64_t following_count = 0;
+  // Where the keys of the thread's next item begin, to be prefetched; null without one.
+  const T* next_item_keys = nullptr;
+  int64_t next_item_count = 0;
 
   void take_positions(int64_t begin, int64_t end) {
     for (int64_t position = begin; position < end;) {
@@ -327,9 +327,9 @@ struct Kernel {
       piece.position = position, piece.count = next - position;
       piece.keys = row_at<T>(a, a.keys, sequence, kv_head, position);
       piece.values = row_at<T>(a, a.values, sequence, kv_head, position);
-      piece.next_count = next < end ? piece_end(next, end) - next : following_count;
+      piece.next_count = next < end ? piece_end(next, end) - next : next_item_count;
       if (piece.next_count > piece.count) piece.next_count = piece.count;
-      piece.next_keys = next < end ? row_at<T>(a, a.keys, sequence, kv_head, next) : following;
+      piece.next_keys = next < end ? row_at<T>(a, a.keys, sequence, kv_head, next) : next_item_keys;
       int64_t row = 0;
       for (; row + 4 <= rows; row += 4) take_rows<4>(row, piece);
       if (row + 2 <= rows) take_rows<2>(row, piece), row += 2;
@@ -364,10 +364,10 @@ struct Kernel {
     return begin < seen ? seen : begin < a.positions ? begin : a.positions;
   }
 
-  void expect(int64_t item, int64_t splits) {
+  void set_next_item(int64_t item, int64_t splits) {
     const int64_t begin = begin_of(item % splits, splits), next_group = item / splits;
-    following = row_at<T>(a, a.keys, next_group / a.kv_heads, next_group % a.kv_heads, begin);
-    following_count = piece_end(begin, begin_of(item % splits + 1, splits)) - begin;
+    next_item_keys = row_at<T>(a, a.keys, next_group / a.kv_heads, next_group % a.kv_heads, begin);
+    next_item_count = piece_end(begin, begin_of(item % splits + 1, splits)) - begin;
   }
 
   void attend(int64_t part, int64_t splits, float* partial) {
@@ -408,7 +408,7 @@ template <typename T>
 void attend_items(const Attention& a, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials) {
   for (int64_t item = first; item < last; ++item) {
     Kernel<T> kernel(a, item / splits, scratch);
-    if (item + 1 < last) kernel.expect(item + 1, splits);
+    if (item + 1 < last) kernel.set_next_item(item + 1, splits);
     kernel.attend(item % splits, splits, partials + (splits == 1 ? 0 : item * partial_floats(a)));
   }
 }

@@ -32,7 +32,7 @@ struct Stage {
 namespace {
 
 constexpr int64_t kMinRows = 16;   // of a part, whole strips
-constexpr int64_t kMaxRows = 256;  // of a part, for which there is memory
+constexpr int64_t kMaxRows = 256;  // of a part: a thread has memory for its results
 // Share of the rows that threads take in contiguous runs, which read faster; small parts of the rest balance the load.
 constexpr double kOwnShare = 0.75;
 constexpr uintptr_t kLineBytes = 64;
@@ -206,7 +206,7 @@ class Block : public Task {
   void prepare_stage(const Stage& stage, const Call& call, ThreadPool& pool, int thread) {
     const Matrix& matrix = stage.matrices[0];
     const bool first = &stage == &stages_.front();
-    const int64_t step = input_step(matrix, instructions_);
+    const int64_t step = input_step(matrix);
     const int64_t steps = parts_of(matrix.columns, step);
     const int64_t begin = steps * thread / pool.threads() * step;
     const int64_t end = std::min(steps * (thread + 1) / pool.threads() * step, matrix.columns);

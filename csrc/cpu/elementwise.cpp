@@ -93,7 +93,7 @@ ZI_FOR_EACH_CPU void limit_values(float* values, float least, float most, int64_
   }
 }
 
-ZI_FOR_EACH_CPU void part_pairs(float* pairs, float* firsts, int64_t count) {
+ZI_FOR_EACH_CPU void deinterleave(float* pairs, float* firsts, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     firsts[i] = pairs[2 * i];
     pairs[i] = pairs[2 * i + 1];
@@ -141,7 +141,7 @@ void multiply(float* values, const float* factors, float offset, int64_t count) 
 
 void limit_values(float* values, float least, float most, int64_t count) { each_cpu::limit_values(values, least, most, count); }
 
-void part_pairs(float* pairs, float* firsts, int64_t count) { each_cpu::part_pairs(pairs, firsts, count); }
+void deinterleave(float* pairs, float* firsts, int64_t count) { each_cpu::deinterleave(pairs, firsts, count); }
 
 void add_bias(float* values, const void* bias, Dtype dtype, int64_t count) { each_cpu::add_bias(values, bias, dtype, count); }
 

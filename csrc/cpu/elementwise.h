@@ -21,7 +21,7 @@ void activate(Activation activation, float* values, int64_t count);
 void multiply(float* values, const float* factors, float offset, int64_t count);
 void limit_values(float* values, float least, float most, int64_t count);
 // De-interleaves `count` pairs: first elements to `firsts`, second ones to the front of `pairs`.
-void part_pairs(float* pairs, float* firsts, int64_t count);
+void deinterleave(float* pairs, float* firsts, int64_t count);
 void add_bias(float* values, const void* bias, Dtype dtype, int64_t count);
 void add_scaled(float* sums, const float* values, float factor, int64_t count);
 // Rounds to nearest.

@@ -31,7 +31,7 @@ constexpr int64_t kMaxRows = 256;
 // Starting a part waits for memory: one Zen 5 core reached 5.5 GB/s in parts of 64 rows of 384 bytes, 9.5 in 256. So parts
 // begin large and end this small.
 constexpr int64_t kMinBytes = 32 << 10;
-// Prefetched of the next product: parts of 64 rows then reached 8 GB/s, of 256 10.
+// Bytes of the next product to prefetch: parts of 64 rows then reached 8 GB/s, of 256 10.
 constexpr int64_t kBytesAhead = 4096;
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
@@ -92,8 +92,8 @@ class Experts : public Task {
         counts_(counts) {}
 
   void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override {
-    group(call);
-    if (counts_ != nullptr) count(call);
+    group_pairs(call);
+    if (counts_ != nullptr) count_choices(call);
     const Matrix &first = experts_[0].gate, &last = experts_[0].down;
     size_t inputs = 0, hidden = 0;
     int64_t most_rows = 0;
@@ -112,7 +112,7 @@ class Experts : public Task {
     const int products = experts_[0].up.values == nullptr ? 1 : 2;
     divide(inner_, products * bytes_of(first) / inner_, pool.threads(), &first_parts_);
     divide(last.rows, bytes_of(last) / last.rows, pool.threads(), &last_parts_);
-    take(std::max(inputs, hidden), static_cast<int64_t>(rows_.size()), most_rows, call.count, pool, workspace);
+    allocate(std::max(inputs, hidden), static_cast<int64_t>(rows_.size()), most_rows, call.count, pool, workspace);
   }
 
   // For any routing with extra[0] experts a token.
@@ -131,7 +131,7 @@ class Experts : public Task {
     single_.reserve(call.count);
     inputs_.reserve(pairs);
     chosen_.reserve(std::min<size_t>(pairs, experts_.size()));
-    take(aligned(of_row * pairs), pairs, call.count, call.count, pool, workspace);
+    allocate(aligned(of_row * pairs), pairs, call.count, call.count, pool, workspace);
   }
 
   void run(const Call& call, ThreadPool& pool, int thread) override {
@@ -166,7 +166,7 @@ class Experts : public Task {
     int64_t chosen, first, last;  // `chosen` is its index in `chosen_`
   };
 
-  void take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, ThreadPool& pool, Workspace& workspace) {
+  void allocate(size_t input, int64_t pairs, int64_t most_rows, int64_t count, ThreadPool& pool, Workspace& workspace) {
     const Expert& one = experts_[0];
     const int64_t rows = std::max<int64_t>(1, most_rows);
     scratch_bytes_ = 0;
@@ -187,7 +187,7 @@ class Experts : public Task {
   }
 
   // Sorts (token, expert) pairs by expert. Experts of a single token share its prepared row.
-  void group(const Call& call) {
+  void group_pairs(const Call& call) {
     const int64_t k = call.extra[0], experts = static_cast<int64_t>(experts_.size());
     const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
     const char* weights = reinterpret_cast<const char*>(call.extra[2]);
@@ -224,8 +224,8 @@ class Experts : public Task {
     }
   }
 
-  // After `group`. Python may read at the same time.
-  void count(const Call& call) {
+  // After `group_pairs`. Python may read at the same time.
+  void count_choices(const Call& call) {
     const int64_t pairs = call.count * call.extra[0], experts = static_cast<int64_t>(experts_.size());
     const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
     const auto add = [](int64_t* total, int64_t more) { __atomic_fetch_add(total, more, __ATOMIC_RELAXED); };
@@ -292,8 +292,7 @@ class Experts : public Task {
       }
       prepare_input(matrix, input.count, instructions_, x, dtype_, columns, first, last, prepared_ + input.offset);
     };
-    share_columns(static_cast<int64_t>(inputs_.size()), columns, input_step(matrix, instructions_), pool.threads(), thread,
-                  prepare);
+    share_columns(static_cast<int64_t>(inputs_.size()), columns, input_step(matrix), pool.threads(), thread, prepare);
   }
 
   // A part is the same rows of gate and up: columns of down's input.
@@ -320,7 +319,7 @@ class Experts : public Task {
       }
       for (int64_t m = 0; m < chosen.count; ++m) {
         float *const gate = results + m * inner_, *const up = factors + m * each * width;
-        if (expert_activation_.interleaved) part_pairs(up, gate, width);
+        if (expert_activation_.interleaved) deinterleave(up, gate, width);
         if (!two && !expert_activation_.interleaved) {
           activate(expert_activation_.activation, gate, width);
           continue;
@@ -343,8 +342,7 @@ class Experts : public Task {
       char* input = prepared_ + chosen.hidden_offset;
       prepare_input(matrix, chosen.count, instructions_, hidden, Dtype::float32, matrix.columns, first, last, input);
     };
-    share_columns(static_cast<int64_t>(chosen_.size()), matrix.columns, input_step(matrix, instructions_), pool.threads(),
-                  thread, prepare);
+    share_columns(static_cast<int64_t>(chosen_.size()), matrix.columns, input_step(matrix), pool.threads(), thread, prepare);
   }
 
   void multiply_last(ThreadPool& pool, int thread) {

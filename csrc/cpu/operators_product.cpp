@@ -74,7 +74,7 @@ int32_t zero_inference_product(const Matrix* matrix, int64_t count, int32_t inst
   if (count < 1 || first >= last) return 0;
   try {
     const Buffer input(input_bytes(*matrix, count, set));
-    const int64_t step = input_step(*matrix, set);
+    const int64_t step = input_step(*matrix);
     const int64_t steps = (matrix->columns + step - 1) / step;
     const int64_t rows = task_rows(*matrix);
     const int64_t tasks = (last - first + rows - 1) / rows;

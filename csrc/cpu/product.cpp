@@ -88,7 +88,7 @@ size_t input_bytes(const Matrix& matrix, int64_t count, Instructions instruction
   return static_cast<size_t>(round_up(count, kTileRows) * layout.columns * 2 * (layout.form == Form::split_tiles ? 2 : 1));
 }
 
-int64_t input_step(const Matrix& matrix, Instructions) {
+int64_t input_step(const Matrix& matrix) {
   // whole groups, of which sums are prepared; there are 256 columns in one at most
   return fixed_in_tiles(matrix) ? 2 * kStep : kStep;
 }

@@ -93,7 +93,7 @@ static inline int64_t row_bytes(const Matrix& matrix) {
 size_t input_bytes(const Matrix& matrix, int64_t count, Instructions instructions);
 
 // Columns of which `first` of prepare_input is a multiple.
-int64_t input_step(const Matrix& matrix, Instructions instructions);
+int64_t input_step(const Matrix& matrix);
 
 // Converts columns [first, last) of x [count, columns], rows `stride` elements apart, to the form that the product reads, in
 // `input` (64-byte aligned). Several threads may each prepare a part; all must be done before a product begins.

@@ -312,14 +312,13 @@ struct FixedPass {
 // A column of a tile of totals is part of a row of `out`; its shares are added.
 inline void write_totals(const Layout& layout, const FixedScratch& scratch, int64_t rows, int64_t count, float* out,
                          int64_t stride) {
-  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const __mmask16 mask = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
     for (int64_t m = 0; m < count; ++m) {
       const float* const totals = scratch.totals[row / kTileRows][0] + m;
-      Vector total = _mm512_i32gather_ps(lanes, totals, 4);
+      Vector total = _mm512_i32gather_ps(tile_column(), totals, 4);
       for (int64_t share = layout.width; share < kTileRows; share += layout.width) {
-        total = _mm512_add_ps(total, _mm512_i32gather_ps(lanes, totals + share, 4));
+        total = _mm512_add_ps(total, _mm512_i32gather_ps(tile_column(), totals + share, 4));
       }
       _mm512_mask_storeu_ps(out + m * stride + row, mask, total);
     }
@@ -358,7 +357,6 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
 template <int kBits>
 void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                          int64_t last, int64_t columns, char* input) {
-  const __m512i rows = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   // Rows of a tile in the second x group: int4 has even columns in rows 4 to 7, odd ones in 12 to 15.
   const __mmask16 second = layout.x_groups == 1 ? 0 : kBits == 4 ? 0xf0f0 : 0xff00;
   const int64_t beside = layout.inputs == 2 ? 1 : 2;  // terms
@@ -375,7 +373,7 @@ void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dty
           fix_block<kBits>(layout, x + (m + i) * stride * bytes_of(x_dtype), x_dtype, k + b * 64, columns, block);
           const int64_t column = b * layout.x_groups * x_group_columns + i;  // of the first x group's upper bytes
           const __m512i places =
-              _mm512_mask_add_epi32(rows, second, rows, _mm512_set1_epi32(static_cast<int>(x_group_columns)));
+              _mm512_mask_add_epi32(tile_column(), second, tile_column(), _mm512_set1_epi32(static_cast<int>(x_group_columns)));
           for (int64_t term = 0; term < 2; ++term) {
             char* const to = tiles + (beside == 2 ? (column + term * layout.width) * 4 : term * kTileBytes + column * 4);
             _mm512_i32scatter_epi32(to, places, _mm512_load_si512(block.terms[term]), 4);

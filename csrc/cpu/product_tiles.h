@@ -181,15 +181,19 @@ inline void multiply_part(bool second, const char* rows, const char* x, int64_t 
   }
 }
 
+// Indices of the first column of a tile's 4-byte elements.
+inline __m512i tile_column() {
+  return _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+}
+
 // A column of a tile is part of a row of `out`.
 void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride) {
-  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const int64_t left = rows - row;
     const __mmask16 mask = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
     for (int64_t m = 0; m < count; ++m) {
       const char* const tile = sums + (row / kTileRows * 2 + m / kTileRows) * kTileBytes;
-      const __m512 values = _mm512_i32gather_ps(lanes, tile + m % kTileRows * 4, 4);
+      const __m512 values = _mm512_i32gather_ps(tile_column(), tile + m % kTileRows * 4, 4);
       _mm512_mask_storeu_ps(out + m * stride + row, mask, values);
     }
   }

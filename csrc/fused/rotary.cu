@@ -66,13 +66,13 @@ __global__ void __launch_bounds__(kRotaryThreads)
   }
   const T* const cosines = cos.values + batch * cos.batch + token * cos.token + unit;
   const T* const sines = sin.values + batch * sin.batch + token * sin.token + unit;
-  const float first = Element<T>::load(in[unit]);
-  const float second = Element<T>::load(in[unit + sizes.half]);
+  const float first = Element<T>::to_float(in[unit]);
+  const float second = Element<T>::to_float(in[unit + sizes.half]);
   // __fmul_rn and __fadd_rn are never contracted to a product and sum with one rounding
-  const float first_cos = rounded<T>(__fmul_rn(first, Element<T>::load(cosines[0])));
-  const float second_sin = rounded<T>(__fmul_rn(-second, Element<T>::load(sines[0])));
-  const float second_cos = rounded<T>(__fmul_rn(second, Element<T>::load(cosines[sizes.second])));
-  const float first_sin = rounded<T>(__fmul_rn(first, Element<T>::load(sines[sizes.second])));
+  const float first_cos = rounded<T>(__fmul_rn(first, Element<T>::to_float(cosines[0])));
+  const float second_sin = rounded<T>(__fmul_rn(-second, Element<T>::to_float(sines[0])));
+  const float second_cos = rounded<T>(__fmul_rn(second, Element<T>::to_float(cosines[sizes.second])));
+  const float first_sin = rounded<T>(__fmul_rn(first, Element<T>::to_float(sines[sizes.second])));
   out[unit] = Element<T>::round(__fadd_rn(first_cos, second_sin));
   out[unit + sizes.half] = Element<T>::round(__fadd_rn(second_cos, first_sin));
 }

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kRoutingThreads)
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int expert = lane + i * kWarp;
-    value[i] = expert < experts ? Element<T>::load(row[expert]) : -INFINITY;
+    value[i] = expert < experts ? Element<T>::to_float(row[expert]) : -INFINITY;
   }
   if (softmax_first) softmax(value);
   uint32_t order[kEach];  // 0: no expert, or chosen already

@@ -126,12 +126,12 @@ struct WeightedRows {
 
 // Adds kVec elements from `first` on of the sum [tokens, width], in routing order; kUnroll reads are in flight.
 template <typename T, int kVec>
-__device__ __forceinline__ void add_rows(const WeightedRows& of, int64_t first, Chunk<T, kVec>& sums) {
+__device__ __forceinline__ void add_rows(const WeightedRows& terms, int64_t first, Chunk<T, kVec>& sums) {
   using Unit = typename Chunk<T, kVec>::Packed;
-  const int64_t token = first / of.width;
-  const int64_t offset = token * of.k * of.width + (first - token * of.width);
+  const int64_t token = first / terms.width;
+  const int64_t offset = token * terms.k * terms.width + (first - token * terms.width);
   const auto load = [&](const void* rows, int j) {
-    return *reinterpret_cast<const Unit*>(static_cast<const T*>(rows) + offset + j * of.width);
+    return *reinterpret_cast<const Unit*>(static_cast<const T*>(rows) + offset + j * terms.width);
   };
   const auto add = [&](float weight, const Unit& unit) {
     Chunk<T, kVec> values;
@@ -139,26 +139,26 @@ __device__ __forceinline__ void add_rows(const WeightedRows& of, int64_t first, 
 #pragma unroll
     for (int e = 0; e < kVec; ++e) sums.value[e] = fmaf(weight, values.value[e], sums.value[e]);
   };
-  for (int next = 0; next < of.k; next += kUnroll) {
+  for (int next = 0; next < terms.k; next += kUnroll) {
     Unit own[kUnroll], more[kUnroll];
     float weights[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      if (next + i < of.k) own[i] = load(of.rows, next + i);
+      if (next + i < terms.k) own[i] = load(terms.rows, next + i);
     }
-    if (of.more != nullptr) {
+    if (terms.more != nullptr) {
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        if (next + i < of.k) more[i] = load(of.more, next + i);
+        if (next + i < terms.k) more[i] = load(terms.more, next + i);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) weights[i] = next + i < of.k ? of.weight(token * of.k + next + i) : 0.0f;
+    for (int i = 0; i < kUnroll; ++i) weights[i] = next + i < terms.k ? terms.weight(token * terms.k + next + i) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      if (next + i >= of.k) break;
+      if (next + i >= terms.k) break;
       add(weights[i], own[i]);
-      if (of.more != nullptr) add(weights[i], more[i]);
+      if (terms.more != nullptr) add(weights[i], more[i]);
     }
   }
 }
@@ -166,13 +166,13 @@ __device__ __forceinline__ void add_rows(const WeightedRows& of, int64_t first, 
 // `pull` of T [tokens, width] plus the device's share of the sum, which is computed before the wait.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
-    pull_sum(const WeightedRows of, const T* source, T* __restrict__ target, int64_t units, const uint32_t* flag,
+    pull_sum(const WeightedRows terms, const T* source, T* __restrict__ target, int64_t units, const uint32_t* flag,
              const uint32_t* stop, uint32_t* scratch) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   bool waits = true;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; waits || i < units; i += stride) {
     Chunk<T, kVec> sums = {}, values;
-    if (i < units) add_rows(of, i * kVec, sums);
+    if (i < units) add_rows(terms, i * kVec, sums);
     if (waits) await_output(flag, stop, scratch);
     waits = false;
     if (i >= units) return;
@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kSumThreads) sum_rows(const WeightedRows of, T* __restrict__ target, int64_t units) {
+__global__ void __launch_bounds__(kSumThreads) sum_rows(const WeightedRows terms, T* __restrict__ target, int64_t units) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
   if (i >= units) return;
   Chunk<T, kVec> sums = {};
-  add_rows(of, i * kVec, sums);
+  add_rows(terms, i * kVec, sums);
   sums.store(target + i * kVec);
 }
 
@@ -237,10 +237,10 @@ WeightedRows weighted(const Tensor& weights, const Tensor& rows, const std::opti
 
 // Calls run(T{}, elements of an access).
 template <typename Run>
-void with_access(const Tensor& out, const WeightedRows& of, const void* source, const Run& run) {
+void with_access(const Tensor& out, const WeightedRows& terms, const void* source, const Run& run) {
   with_element(out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    if (in_vectors<T>(of.width, out.const_data_ptr(), of.rows, of.more, source)) {
+    if (in_vectors<T>(terms.width, out.const_data_ptr(), terms.rows, terms.more, source)) {
       run(zero, std::integral_constant<int, kVector<T>>{});
     } else {
       run(zero, std::integral_constant<int, 1>{});
@@ -256,12 +256,12 @@ void hand_off_pull(const Tensor& out, int64_t source, int64_t flag, int64_t stop
   const auto* const stopped = at<const uint32_t>(stop);
   uint32_t* const counters = write<uint32_t>(scratch);
   if (weights.has_value()) {
-    const WeightedRows of = weighted(*weights, *rows, more);
-    with_access(out, of, at<void>(source), [&](auto zero, auto vec) {
+    const WeightedRows terms = weighted(*weights, *rows, more);
+    with_access(out, terms, at<void>(source), [&](auto zero, auto vec) {
       using T = decltype(zero);
       const int64_t units = out.numel() / vec.value;
-      launch(pull_sum<T, vec.value>, blocks_for(units, kThreads), kThreads, 0, device, of, at<const T>(source), write<T>(out),
-             units, raised, stopped, counters);
+      launch(pull_sum<T, vec.value>, blocks_for(units, kThreads), kThreads, 0, device, terms, at<const T>(source),
+             write<T>(out), units, raised, stopped, counters);
     });
     return;
   }
@@ -282,11 +282,11 @@ Tensor weighted_rows(const Tensor& weights, const Tensor& rows, const std::optio
   const int64_t sizes[] = {weights.size(0), rows.size(1)};
   Tensor out = torch::stable::new_empty(rows, sizes);
   if (out.numel() == 0) return out;
-  const WeightedRows of = weighted(weights, rows, more);
-  with_access(out, of, nullptr, [&](auto zero, auto vec) {
+  const WeightedRows terms = weighted(weights, rows, more);
+  with_access(out, terms, nullptr, [&](auto zero, auto vec) {
     using T = decltype(zero);
     const int64_t units = out.numel() / vec.value;
-    launch(sum_rows<T, vec.value>, dim3(divided_up(units, kSumThreads)), kSumThreads, 0, device, of, write<T>(out), units);
+    launch(sum_rows<T, vec.value>, dim3(divided_up(units, kSumThreads)), kSumThreads, 0, device, terms, write<T>(out), units);
   });
   return out;
 }

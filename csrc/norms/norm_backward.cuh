@@ -296,9 +296,9 @@ __global__ void __launch_bounds__(S::kBlock, bounded_blocks(S::kBlock, S::kThrea
 }
 
 // Parts of the weight gradient: of kRowsOfPart rows or more each where that fills the device.
-inline int64_t parts_of(int64_t rows, int rows_at_once, int processors, int resident) {
-  const int64_t wanted = std::max<int64_t>(divided_up(rows, kRowsOfPart * rows_at_once), processors);
-  return std::min({wanted, int64_t{processors} * resident, divided_up(rows, rows_at_once)});
+inline int64_t parts_of(int64_t rows, int rows_at_once, int multiprocessors, int resident) {
+  const int64_t wanted = std::max<int64_t>(divided_up(rows, kRowsOfPart * rows_at_once), multiprocessors);
+  return std::min({wanted, int64_t{multiprocessors} * resident, divided_up(rows, rows_at_once)});
 }
 
 // `allocate(count)` gives float32 device memory that lives until the kernels are queued.
@@ -320,7 +320,8 @@ void launch_norm_backward(NormBackward<T>& a, const Device& device, Allocate all
     } else {
       static std::atomic<int> resident[kDevices];
       const auto kernel = norm_backward_rows<S, kLayer, kAdd>;
-      parts = parts_of(a.rows, S::kRows, device.processors(), resident_blocks(kernel, S::kBlock, kShared, device, resident));
+      parts =
+          parts_of(a.rows, S::kRows, device.multiprocessors(), resident_blocks(kernel, S::kBlock, kShared, device, resident));
       a.partial = allocate(parts * width);
       launch(kernel, dim3(parts), S::kBlock, kShared, device, a);
     }

@@ -211,7 +211,7 @@ int64_t launch_poly_backward(Poly<T>& a, const Device& device, Allocate allocate
     constexpr int kWaves = S::kRing ? kRingWaves : kPolyWaves;
     const int64_t most =
         S::kLoop ? loop_blocks(a.rows, device)
-                 : int64_t{device.processors()} * kWaves * resident_blocks(kernel, S::kBlock, kShared, device, resident);
+                 : int64_t{device.multiprocessors()} * kWaves * resident_blocks(kernel, S::kBlock, kShared, device, resident);
     const int64_t blocks = std::min(divided_up(a.rows, S::kRows), most);
     sums = a.offsets != nullptr ? a.rows : blocks * S::kRows;
     a.sums = reinterpret_cast<float4*>(allocate(4 * sums));

@@ -57,8 +57,8 @@ __device__ __forceinline__ int expert_of(const int32_t* offsets, int experts, in
 template <typename T>
 __device__ __forceinline__ PolyWeights weights_of(const Poly<T>& a, int expert) {
   const T* weight = a.weight + 3 * static_cast<int64_t>(expert);
-  return {Element<T>::load(weight[0]), Element<T>::load(weight[1]), Element<T>::load(weight[2]),
-          Element<T>::load(a.bias[expert])};
+  return {Element<T>::to_float(weight[0]), Element<T>::to_float(weight[1]), Element<T>::to_float(weight[2]),
+          Element<T>::to_float(a.bias[expert])};
 }
 
 // poly(x) = ((cube x + square) x + line) x + bias, with the scales of the row in the coefficients.

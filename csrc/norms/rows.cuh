@@ -116,7 +116,7 @@ struct RowShape {
   static constexpr int kThreads = kThreads_;
   static constexpr int kVectors = kVectors_;
   static constexpr int kPer = kVectors * kVec;  // elements of a thread
-  static constexpr int kBlock = kThreads > kWarp ? kThreads : kOneWarpRowsBlock;
+  static constexpr int kBlock = kThreads > kWarp ? kThreads : kOneWarpRowThreads;
   static constexpr int kRows = kBlock / kThreads;  // of a block at a time
   static constexpr bool kRing = false, kLoop = false;
   static constexpr int kRingBytes = 0;
@@ -295,7 +295,7 @@ struct RowRing {
 
 // Blocks that take rows in turn, each reading a row in a loop.
 inline int64_t loop_blocks(int64_t rows, const Device& device) {
-  return std::min<int64_t>(rows, int64_t{device.processors()} * kLoopBlocks);
+  return std::min<int64_t>(rows, int64_t{device.multiprocessors()} * kLoopBlocks);
 }
 
 // Calls run(shape, blocks) for a forward pass, `vectors`: rows are whole aligned vectors.

@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreads)
       if (vector < vectors) {
         const int64_t group = shift >= 0 ? vector >> shift : vector / vectors_in_group;
         packed[step] = __ldcs(codes + vector);  // read once: leave the cache to what is written
-        scales[step] = Element<T>::load(scale[group]);
-        minima[step] = Element<T>::load(minimum[group]);
+        scales[step] = Element<T>::to_float(scale[group]);
+        minima[step] = Element<T>::to_float(minimum[group]);
       }
     }
 #pragma unroll
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < bytes; index += stride) {
     const uint32_t packed = codes[index];
     const int64_t group = index * kInByte / group_size;
-    const float group_scale = Element<T>::load(scale[group]);
-    const float group_minimum = Element<T>::load(minimum[group]);
+    const float group_scale = Element<T>::to_float(scale[group]);
+    const float group_minimum = Element<T>::to_float(minimum[group]);
 #pragma unroll
     for (int i = 0; i < kInByte; ++i) {
       const uint32_t code = (packed >> (kBits * i)) & ((1u << kBits) - 1);
@@ -103,7 +103,7 @@ void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& m
   if (numel == 0) return;
   const TensorDevice device(out);
   const auto blocks = [&](int64_t work, int64_t of_block) {
-    return dim3(std::min(divided_up(work, of_block), int64_t{device.processors()} * kBlocksOfProcessor));
+    return dim3(std::min(divided_up(work, of_block), int64_t{device.multiprocessors()} * kBlocksPerSm));
   };
   const auto run = [&](auto zero, auto bits_of_code) {
     using T = decltype(zero);

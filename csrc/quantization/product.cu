@@ -336,7 +336,7 @@ __device__ __forceinline__ void store_result(const AnyTask& task, int64_t first,
   const auto biased = [&](int local) {
     const float sum = sum_of(local);
     if (task.bias == nullptr) return sum;
-    return sum + Element<T>::load(static_cast<const T*>(task.bias)[task.weight_row(first, local)]);
+    return sum + Element<T>::to_float(static_cast<const T*>(task.bias)[task.weight_row(first, local)]);
   };
   float value;
   if constexpr (std::is_same_v<AnyTask, Task>) {
@@ -551,7 +551,7 @@ __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) 
 }
 
 struct Limits {
-  int processors, shared_bytes;  // shared_bytes: of a block, for what `Task::shared_bytes` counts
+  int multiprocessors, shared_bytes;  // shared_bytes: of a block, for what `Task::shared_bytes` counts
 };
 
 // Fills parameters that are 0 from the table of launch sizes; if shared memory does not suffice, one warp per row range, which
@@ -568,7 +568,7 @@ void choose(Task& task, int step, const Limits& device, bool clusters) {
   if (task.splits == 0) {
     const int turns = (task.columns + step - 1) / step / task.column_warps;
     task.splits = 1;
-    while (clusters && task.splits < kProductSplits && !product_fills(blocks * task.splits, device.processors) &&
+    while (clusters && task.splits < kProductSplits && !fills(blocks * task.splits, device.multiprocessors) &&
            turns >= 2 * task.splits * kProductLeastSteps) {
       task.splits *= 2;
     }
@@ -586,7 +586,7 @@ void launch_kernel(Task task, const Device& device) {
   constexpr int kStep = Step<kBits>::kElements;
   static std::atomic<int> known[kDevices];
   const auto kernel = multiply<T, kBits, kTokenTiles, kGroups, kRows>;
-  const Limits limits = {device.processors(), device.block_shared_bytes() - kFoundBytes};
+  const Limits limits = {device.multiprocessors(), device.block_shared_bytes() - kFoundBytes};
   const bool clusters = has_clusters(kernel, limits.shared_bytes, device, known);
   STD_TORCH_CHECK(clusters || task.splits <= 1, "linear_groups: splits must be 1 on a device without clusters, found ",
                   task.splits);

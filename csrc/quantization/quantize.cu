@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
     const auto for_each = [&](auto visit) {
       for (int64_t byte = lane; byte < group_size / kTogether; byte += kLanes) {
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) visit(Element<T>::load(values[byte * kTogether + i]));
+        for (int i = 0; i < kTogether; ++i) visit(Element<T>::to_float(values[byte * kTogether + i]));
       }
     };
 
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads)
       uint32_t packed = 0;
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const float value = Element<T>::load(values[byte * kTogether + i]);
+        const float value = Element<T>::to_float(values[byte * kTogether + i]);
         float of_value;
         packed |= static_cast<uint32_t>(best.best_code(value, of_value)) << (kBits * i);
       }
@@ -236,7 +236,7 @@ void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, boo
     using T = decltype(zero);
     const auto run = [&](auto lanes) {
       constexpr int kLanes = decltype(lanes)::value;
-      const int64_t blocks = std::min(divided_up(groups, kThreads / kLanes), int64_t{device.processors()} * kBlocksOfProcessor);
+      const int64_t blocks = std::min(divided_up(groups, kThreads / kLanes), int64_t{device.multiprocessors()} * kBlocksPerSm);
       launch(bits == 8 ? quantize_teams<T, 8, kLanes> : quantize_teams<T, 4, kLanes>, dim3(blocks), kThreads, 0, device,
              read<T>(weight), write<uint8_t>(codes), write<T>(scale), write<T>(minimum), write<int>(refused), groups,
              group_size, divides);
