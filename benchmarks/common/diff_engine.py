@@ -13,7 +13,7 @@ from torch import Tensor
 Inputs = dict[str, Any]
 Provider = Callable[..., Any]
 
-# Largest difference over the largest value, per dtype; 1e-2 is the loosest that a 16-bit type may have.
+# Bound of a difference, absolute and relative, by dtype; 1e-2 is the loosest that a 16-bit type may have.
 LARGEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -88,15 +88,12 @@ def calculate_diff(
     hidden_size: int,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-6,
-    atol: float | None = None,
-    rtol: float | None = None,
     device: str = "cuda",
     provider: Callable[[Inputs], Provider] | None = None,
 ) -> dict[str, float]:
     """Compare outputs and all gradients of `provider` (default: the CUDA operator) with the naive one in float64.
 
-    A difference may be `atol` times the largest value of the reference plus `rtol` times its own value; both default to
-    LARGEST_ERROR of the dtype.
+    LARGEST_ERROR of the dtype bounds a difference relative to the largest value of the reference plus the value there.
 
     Returns:
         The largest difference over the largest value, by the name of the output or gradient.
@@ -104,8 +101,6 @@ def calculate_diff(
     Raises:
         WrongResult: an output or gradient is off.
     """
-    atol = LARGEST_ERROR[dtype] if atol is None else atol
-    rtol = LARGEST_ERROR[dtype] if rtol is None else rtol
     inputs = case.build_inputs(hidden_size, bs, sl, dtype, eps, device)
     wide = {name: _as_float64(value) for name, value in inputs.items()}
     found = as_tuple(case.forward((provider or case.make_cuda)(inputs), inputs))
@@ -123,10 +118,11 @@ def calculate_diff(
         difference = (value.double() - reference).abs()
         scale = reference.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         errors[name] = float(difference.max() / scale)
-        if not bool((difference <= atol * scale + rtol * reference.abs()).all()):  # nan too
+        allowed = LARGEST_ERROR[dtype]
+        if not bool((difference <= allowed * (scale + reference.abs())).all()):  # nan too
             where = f"batch {bs}, sequence {sl}, hidden {hidden_size}, {dtype_name(dtype)}"
             raise WrongResult(
-                f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value ({where}; allowed {atol:.0e})"
+                f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value ({where}; allowed {allowed:.0e})"
             )
     return errors
 

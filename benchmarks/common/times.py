@@ -21,7 +21,6 @@ WARMUP_MS, REP_MS = (
 )  # of a cell: do_bench's own 25 and 100 would take a minute for the 384 cells of a case and dtype
 MIN_LAUNCHES = 10  # of each median, whatever REP_MS allows
 Config = tuple[int, int, int]  # dim, batch size, sequence length
-Timer = Callable[[Callable[[], Any], float, float], list[float]]
 
 
 def problem_of(config: Config) -> tuple[int, int]:
@@ -50,7 +49,6 @@ class Times:
     Attributes:
         us: median microseconds by (config, provider); nan where a provider could not run.
         spread_us: the 20th and 80th percentile of the same launches. graph_us: times by CUDA graph, of short sizes.
-        timer: times one call: (call, warm-up, repetition in milliseconds) -> microseconds of each launch.
         on_size: called with each config when all its providers are measured.
     """
 
@@ -63,11 +61,9 @@ class Times:
         backward: bool,
         warmup_ms: float = WARMUP_MS,
         rep_ms: float = REP_MS,
-        timer: Timer = launches_us,
     ):
         self.case, self.dtype, self.eps, self.peers, self.backward = case, dtype, eps, peers, backward
         self.warmup_ms, self.rep_ms = warmup_ms, rep_ms
-        self.timer = timer
         small = case.build_inputs(128, 1, 128, dtype, eps)
         self.providers = ["naive", "compiled", "cuda"] + (["compiled_cuda"] if case.compiles_cuda else [])
         self.providers += list(case.make_peers(small)) if peers else []
@@ -100,7 +96,7 @@ class Times:
     def _measured(self, config: Config, provider: str) -> list[float]:
         """Return the microseconds of each launch, sorted; none for a peer or compiled provider that fails, with a note on stderr."""
         try:
-            return sorted(self.timer(self.call(config, provider), self.warmup_ms, self.rep_ms))
+            return sorted(launches_us(self.call(config, provider), self.warmup_ms, self.rep_ms))
         except Exception as error:  # libraries raise classes of their own
             if provider in ("naive", "cuda"):
                 raise
