@@ -2,8 +2,8 @@
 
     python benchmarks/draw_plots.py RESULT_DIR [OUT_DIR]        (default: benchmarks/plots; needs no GPU)
 
-Reads RESULT_DIR/{case}/{dtype}/*-perf.csv and writes norms-{dtype}-{fwd|bwd}.png. The largest size is where the kernel's time is not
-hidden behind the host's. Exit code 2 where there is no table.
+Reads RESULT_DIR/{case}/{dtype}/*-perf.csv and writes norms-{dtype}-{fwd|bwd}.png. At the largest size the kernel takes longer than the
+host needs to launch it. Exit code 2 where there is no table.
 """
 
 from __future__ import annotations

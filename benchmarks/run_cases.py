@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None, device: str = "cuda", checked=CHECKED) -
         type=_positive,
         default=25.0,
         metavar="MS",
-        help="launches and clearing of the L2 cache behind each time, 10 launches at least (default: %(default)s)",
+        help="launches of each time and clearing of the L2 cache, at least 10 launches (default: %(default)s)",
     )
     parser.add_argument("--profile", action="store_true", help="also Chrome traces")
     args = parser.parse_args(argv)

@@ -73,7 +73,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Scoring:
-    """What the evaluation of a task uses: the model, its ranks and settings."""
+    """Model, ranks and settings of a task's evaluation."""
 
     lm: Any  # lm-eval's HFLM over the loaded model, from `make_lm`
     task: str

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-# What a run measures around its loops, by type of device: seconds of link copies and of matrix products; n of an [n, n] product.
+# For measurements around a run's loops, by type of device: seconds of link copies and of matrix products; n of an [n, n] product.
 LINK_S, PRODUCT_S = {"cuda": 0.4, "cpu": 0.1}, {"cuda": 0.1, "cpu": 0.05}
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
