@@ -358,6 +358,7 @@ def test_the_table_of_recorded_runs(capsys):
         rates = dict(decode_throughput=10 / sum(steps), prefill_throughput=500.0, total_throughput=9 / sum(steps))
         peaks = dict(peak_gpu_bytes=3 << 30, peak_host_bytes=1 << 30, weight_bytes=1 << 30)
         quality = {"mmlu": {"accuracy": accuracy, "stderr": 0.02, "total": 500}}
+        quality |= {"perplexity": {"perplexity": 20 * accuracy, "stderr": 1.5}}
         facts = dict(dtype="float16", output_ids_sha256=str(slow), limit={"fraction_of_limit": 0.9}, quality=quality)
         return dict(status="ok", loops=[{"step_s": steps}] * 2, warmed_up=number > 0) | rates | peaks | facts
 
@@ -377,7 +378,7 @@ def test_the_table_of_recorded_runs(capsys):
     assert float(first["decode_throughput"]) == fp16["decode_throughput"] and first["total_verdict"] == "baseline"
     text = render(rows, shown_columns(rows, comparison.list_columns(rows, compact=True)), "md")
     assert "0.333x (0.333 - 0.333)" in text and "does not fit: 20 GB" in text and "-0.1000" in text
-    assert "total" not in text
+    assert "total" not in text and [row.get("perplexity") for row in rows] == [12.0, 10.0, None] and "12.000" in text
     command.print_table(rows, "fp16", "table")
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100 and "not settled" in " ".join(printed.split())

@@ -218,6 +218,9 @@ def arm_rows(
                 score = {name.removeprefix("accuracy_"): each[name] for name in QUALITY_KEYS}
                 row.setdefault("quality", {})[each["config"]] = score
                 row |= {f"{each['config']}_{name}": value for name, value in score.items()}
+        scores = [record.get("quality") or {} for record in records]
+        for score in (each["perplexity"] for each in scores if "perplexity" in each):
+            row |= {"perplexity": score["perplexity"], "perplexity_stderr": score["stderr"]}
         rows.append(row)
     return rows
 
@@ -247,7 +250,7 @@ def list_columns(rows: Sequence[Mapping[str, Any]], compact: bool) -> list[Colum
     columns += [
         Column("fraction_of_limit", "of limit", format_percent),
         Column("unsettled_runs", "not settled", dtype="Int64"),
-        Column("same_ids", "same tokens", lambda same: "yes" if same else "no", "boolean"),
+        Column("same_ids", "tokens as baseline", lambda same: "yes" if same else "no", "boolean"),
     ]
     for task in dict.fromkeys(task for row in rows for task in row.get("quality", {})):
         columns += [
@@ -256,6 +259,11 @@ def list_columns(rows: Sequence[Mapping[str, Any]], compact: bool) -> list[Colum
             Column(f"{task}_difference", f"{task} difference", lambda value: f"{value:+.4f}"),
             Column(f"{task}_difference_stderr", f"{task} difference se", decimals(4)),
             Column(f"{task}_verdict", f"{task} verdict", dtype="string"),
+        ]
+    if any("perplexity" in row for row in rows):
+        columns += [
+            Column("perplexity", "perplexity", decimals(3)),
+            Column("perplexity_stderr", "perplexity se", decimals(3)),
         ]
     return [*columns, Column("error", "error", dtype="string")]
 
@@ -284,4 +292,6 @@ def list_captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]
         lines.append("not settled: runs whose last warm-up loops still differed by 5% or more")
     if any("quality" in row for row in rows):
         lines.append("difference: against the baseline; se: standard error")
+    if any("perplexity" in row for row in rows):
+        lines.append("perplexity: lower is better, without a verdict; se: standard error")
     return lines

@@ -230,10 +230,10 @@ def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
         cpus = bench_cpu.cpus_of_rank(ranks)
         cores = f"{len(cpus)} cores"
         read = f"host memory read by {cores}"
-        add("cores_read_gbps", read, "what the cores can multiply", bench_cpu.measure_read_gb_per_s, cpus)
+        add("cores_read_gbps", read, "what the CPU can multiply", bench_cpu.measure_read_gb_per_s, cpus)
         products = functools.cache(lambda: bench_cpu.measure_products_gb_per_s(cpus, CPU_PRODUCTS))
         for name, rows in CPU_PRODUCTS:
-            what, bounds = f"{name} x {rows} tokens, {cores}", f"decode of batch {rows} on the cores"
+            what, bounds = f"{name} x {rows} tokens, {cores}", f"decode of batch {rows} on the CPU"
             add(f"cores_{name}_{rows}_rows_gbps", what, bounds, lambda *key: products()[key], name, rows)
         if on_gpu and extension.load_extension():  # it has the kernels of the hand-off
             work = CpuWorkload(torch.bfloat16, None, rows=1, columns=bench_cpu.COLUMNS)
