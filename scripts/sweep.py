@@ -33,8 +33,8 @@ from zero_inference.report.run import Run, in_order, label_runs  # noqa: E402
 from zero_inference.utils.format import file_stem, printable  # noqa: E402
 from zero_inference.utils.processes import exit_on_stop, last_error_line, run_child  # noqa: E402
 
-# Option: default and choices, as run_model.py has them, where `offload` is --cpu-offload, --disk-offload or neither, and num-gpus is for
-# the launcher. The last one varies fastest.
+# Option: default (None is run_model.py's, which depends on the bits) and choices. `offload` is --cpu-offload, --disk-offload or neither,
+# num-gpus is for the launcher. The last one varies fastest.
 AXES: dict[str, tuple[Any, tuple | None]] = {
     "model": ("facebook/opt-1.3b", None),
     "engine": ("deepspeed", None),
@@ -44,7 +44,7 @@ AXES: dict[str, tuple[Any, tuple | None]] = {
     "gen-len": (32, None),
     "offload": ("gpu", ("cpu", "disk", "gpu")),
     "quant-bits": (16, (16, 8, 4)),
-    "quant-group-size": (64, None),
+    "quant-group-size": (None, None),
     "kv-offload": (0, (0, 1)),
     "batch-size": (1, None),
 }
@@ -101,13 +101,14 @@ def expand(args: argparse.Namespace, extra: list[str]) -> list[Case]:
         values = dict(zip(AXES, chosen))
         if values["engine"] == "stream" and values["offload"] == "gpu":
             values["offload"] = "cpu"  # that engine keeps what does not fit the device in host memory either way
+        not_passed = ("num-gpus", "quant-group-size") if values["quant-bits"] == 16 else ("num-gpus",)
         words = ["--dummy"] if args.dummy else []
         for name, value in values.items():
             if name == "offload":
                 words += [] if value == "gpu" else [f"--{value}-offload"]
             elif name == "kv-offload":
                 words += ["--kv-offload"] if value else []
-            elif name != "num-gpus" and (name != "quant-group-size" or values["quant-bits"] != 16):
+            elif name not in not_passed and value is not None:
                 words += [f"--{name}", str(value)]
         case = Case(values, (*words, *extra))
         cases.setdefault((values["num-gpus"], case.arguments), case)
@@ -124,9 +125,10 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     swept = parser.add_argument_group("swept: one or more values each")
     for name, (default, choices) in AXES.items():
-        shown = "the launcher's" if name == "num-gpus" else default
+        shown = "the launcher's" if name == "num-gpus" else "run_model.py's" if default is None else default
+        kind = int if default is None else type(default)
         swept.add_argument(
-            f"--{name}", nargs="+", type=type(default), choices=choices, default=[default], help=f"default: {shown}"
+            f"--{name}", nargs="+", type=kind, choices=choices, default=[default], help=f"default: {shown}"
         )
     parser.add_argument("--dummy", action="store_true", help="random weights: needs no checkpoint")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="where records are looked for and written")

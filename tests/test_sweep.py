@@ -96,6 +96,7 @@ def test_every_combination_reaches_the_program_once(program):
     listed = sweep(program, *words, "--list").stdout.splitlines()
     assert len(set(listed)) == len(listed) == 12, "the group size makes no second case where nothing is quantized"
     assert not (program.parent / "logs").exists()
+    assert "--quant-group-size" not in sweep(program, "--quant-bits", 4, "--list").stdout, "it depends on the bits"
     done = sweep(program, *words[:5], *words[5:8], "--kv-offload", 0, 1, "--dummy")
     assert done.returncode == 0, done.stderr
     got = {(r["cpu_offload"], r["disk_offload"], r["quant_bits"], r["kv_offload"]) for r in records(program)}
