@@ -10,7 +10,14 @@ from conftest import need_lm_eval
 
 from zero_inference.architectures.command import read_arms, speed_only
 from zero_inference.cli import console_main, main
-from zero_inference.config.run_config import RunConfig, non_default_options, parse_options, save_options, shell_words
+from zero_inference.config.run_config import (
+    RunConfig,
+    expand_config_files,
+    non_default_options,
+    parse_options,
+    save_options,
+    shell_words,
+)
 from zero_inference.errors import UsageError
 from zero_inference.records.read import read_records
 
@@ -80,6 +87,7 @@ def test_words_that_yaml_reads_otherwise_mean_what_was_written(file):
     config = parse_options(["--config", name])
     assert (config.decode_graph, config.cpu_compute, config.norm_kernels) == ("on", "off", "off")
     assert config.pin_memory is True and config.gpu_memory == 1
+    assert parse_options(expand_config_files(["--config", name])) == config
 
 
 REFUSED = {

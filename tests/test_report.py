@@ -215,12 +215,15 @@ def test_where_joins_offload_page_locking_and_the_cache(changes, words):
     assert Run.read(make_record(**changes)).where == words
 
 
-def test_options_that_differ_have_one_column_as_they_were_given(report):
+def test_options_that_differ_have_one_column_as_they_were_given(report, tmp_path):
     words = (["--gpu-memory", "20", "--log-file", "a.log"], ["--gpu_memory=3.41592", "--cpu-compute", "off"], [])
     records = [make_record(argv=["run_model.py", *each]) for each in words]
     rows = report(*records, words=["--format", "json"])
     assert [row["options"] for row in rows] == ["gpu-memory 20", "gpu-memory 3.42, cpu-compute off", None]
     assert [row["gpu_memory"] for row in rows] == [20.0, 3.41592, None]
+    records = [make_record(options={"gpu-memory": 0.0}), make_record(options={})]
+    rows = report(*records, words=["--format", "json"], folder=tmp_path / "zero")
+    assert [row["options"] for row in rows] == ["gpu-memory 0", None]
 
 
 def test_predictions_beside_what_was_measured(report):

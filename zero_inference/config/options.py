@@ -18,6 +18,7 @@ ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
 LOG_PREFIX = {"deepspeed": "ds"}  # of a log's name, where it is not the engine's
 GOALS = ("throughput", "latency", "memory")
+SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 NORM_KERNELS = (AUTO, "cuda", "off")
 CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")

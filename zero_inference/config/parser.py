@@ -22,7 +22,7 @@ _REWORDED = (
     (re.compile(r"argument (?:-\w/)?(\S+): ignored explicit argument .*"), r"\1 takes no value"),
     (re.compile(r"argument (\S+): invalid (\S+) value: '(.*)'", re.DOTALL), r"\1 \3: no valid \2"),
 )
-# Our option -> options without dashes of llama.cpp, vLLM, transformers, DeepSpeed and accelerate; `option=value` where the value decides.
+# Our option -> options of llama.cpp, vLLM, transformers, DeepSpeed and accelerate, without dashes; `option=value` where the value decides.
 OTHER_OPTIONS = {
     "--gen-len G": "n n-predict max-new-tokens max-tokens output-len",
     "--prompt-len P": "input-len n-prompt",
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{str(error).removesuffix('.')}; if {text} is the model, write it first.") from None
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {printable(plain(message))}\n")
+        self.exit(2, f"error: {printable(reword(message))}\n")
 
     def option_names(self) -> list[str]:
         """Return the long names of all options that the help shows."""
@@ -123,7 +123,7 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {unknown[0]}"
         option, equals, value = word.partition("=")
         if not equals:  # its value may have been taken for the model
-            value = "".join(words[words.index(word) + 1 :][:1])
+            value = next(iter(words[words.index(word) + 1 :]), "")
         bare = [name[2:] for name in self.option_names()]  # dashes alike in both would count as likeness
         near = did_you_mean(option.lstrip("-"), bare).replace("did you mean ", "did you mean --")
         advice = other_option(option.lstrip("-"), value, self.option_names()) or near or f"see {self.prog} --help"
@@ -154,8 +154,8 @@ def other_option(name: str, value: str, known: Iterable[str]) -> str | None:
     return next((answer for answer, theirs in NOT_DONE.items() if name in theirs.split()), None)
 
 
-def plain(message: str) -> str:
-    """Return argparse's message, reworded."""
+def reword(message: str) -> str:
+    """Return argparse's message in this package's words."""
     for pattern, words in _REWORDED:
         message = pattern.sub(words, message)
     return message.removeprefix("argument ")

@@ -20,7 +20,7 @@ from zero_inference.config.options import (
     UNTIL_PLANNED,
     Options,
 )
-from zero_inference.config.parser import MODEL_GIVEN, Parser, other_option, plain
+from zero_inference.config.parser import MODEL_GIVEN, Parser, other_option, reword
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import did_you_mean, first_line
@@ -82,6 +82,8 @@ def shell_words(options: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{hyphens(name)}"
+        if flag == "--pin-memory":  # it takes 0 or 1
+            value = int(value)
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
             continue
@@ -136,7 +138,7 @@ def config_from_args(args: argparse.Namespace) -> RunConfig:
 
 class _OptionParser(Parser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(plain(message))
+        raise UsageError(reword(message))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

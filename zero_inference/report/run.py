@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config.options import DEFAULTS, LOG_PREFIX, PAGE_LOCKING_ENGINES, STREAM_OPTIONS
+from zero_inference.config.options import DEFAULTS, LOG_PREFIX, PAGE_LOCKING_ENGINES, SHORT_DTYPES, STREAM_OPTIONS
 from zero_inference.measure.steadiness import relative_spread
 from zero_inference.records.field import as_number
 from zero_inference.records.read import parse_log, read_records, warn
@@ -20,7 +20,6 @@ from zero_inference.utils.format import one_line
 
 SUFFIXES = (".jsonl", ".log")
 LOOKED_AT_BYTES = 1 << 20
-SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 # Options that change the speed and are in no other column: runs with the same values are repetitions.
 SPEED_OPTIONS = (*STREAM_OPTIONS, "norm_kernels", "quant_group_size", "ds_config", "async_kv_offload", "use_gds")
 
@@ -152,7 +151,7 @@ class Run:
         words = {
             name.replace("-", "_"): "yes" if value is True else one_line(value)
             for name, value in (self.request.options or {}).items()
-            if value not in (None, False)
+            if value is not None and value is not False
         }
         return {name: word for name, word in words.items() if word != str(DEFAULTS.get(name))}
 
