@@ -146,8 +146,8 @@ def plan_of(record: dict[str, Any], machine: Machine, empty_models: dict[Any, Em
 
 def without_short_prompts(plan: Plan) -> Plan:
     """Return `plan` with the device computing all of each prompt, as in runs before the CPU took a share."""
-    weights = plan.weights.without_short_prompts()
-    return plan if weights is None else replace(plan, weights=weights)
+    weights = plan.engine_plan.without_short_prompts()
+    return plan if weights is None else replace(plan, engine_plan=weights)
 
 
 def errors_of(record: dict[str, Any], plan: Plan) -> dict[str, float | None]:
@@ -186,9 +186,9 @@ def ratios() -> Iterator[Ratio]:
             copies_layers = "compile_s" in record  # to compare them, as loading does today
             assert times is not None and predicted.load_s is not None
             if (record["engine"] != "deepspeed" or copies_layers) and host not in SLOW_COPIES:
-                copying_s = 0.0 if copies_layers else compared_s(plan.weights)
+                copying_s = 0.0 if copies_layers else compared_s(plan.engine_plan)
                 yield Ratio(host, "load", (record["load_s"] + copying_s) / predicted.load_s)
-            placement = plan.weights.placement if isinstance(plan.weights, StreamPlan) else None
+            placement = plan.engine_plan.placement if isinstance(plan.engine_plan, StreamPlan) else None
             is_old = placement is not None and "prompt_rows" not in ((record.get("stream") or {}).get("cores") or {})
             if not (is_old and placement.gathered_bytes):
                 yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)
@@ -276,7 +276,7 @@ def main() -> None:
         step_ms = 1e3 * record["decode_latency_s"] / (record["gen_len"] - 1)
         shown = " ".join("       -" if errors[each] is None else f"{errors[each]:+8.1%}" for each in names)
         print(f"{name[-48:]:48} {step_ms:10.2f} {shown}  {plan.predicted.bound_by}", flush=True)
-        with_cpu = " with the CPU" if plan.weights.cpu_bytes else ""
+        with_cpu = " with the CPU" if plan.engine_plan.cpu_bytes else ""
         of_kind = kinds.setdefault(f"{record['engine']}{with_cpu}", {each: [] for each in names})
         for each in names:
             of_kind[each] += [] if errors[each] is None else [errors[each]]

@@ -51,22 +51,22 @@ class Bar:
 
 
 def bars(folder: Path) -> list[Bar]:
-    """Return the engines that `folder` has from the top of the picture to its bottom, which is ours."""
+    """Return the engines measured in `folder` from the top of the picture to its bottom, which is ours."""
     found = json.loads((folder / f"{LLAMA_CPP}.json").read_text())
-    others = [llama_cpp(found, options, words) for options, words in LLAMA_CPP_OPTIONS.items()]
+    others = [llama_cpp_bar(found, options, words) for options, words in LLAMA_CPP_OPTIONS.items()]
     if (folder / f"{DEEPSPEED}.jsonl").exists():
-        others.insert(0, run(last_record(folder / f"{DEEPSPEED}.jsonl"), "DeepSpeed\n--cpu-offload", False))
-    ours = run(last_record(folder / f"{STREAM}.jsonl"), "stream engine\nGPU, link and CPU", True)
+        others.insert(0, run_bar(last_record(folder / f"{DEEPSPEED}.jsonl"), "DeepSpeed\n--cpu-offload", False))
+    ours = run_bar(last_record(folder / f"{STREAM}.jsonl"), "stream engine\nGPU, link and CPU", True)
     return [*filter(None, others), ours]
 
 
-def run(record: dict[str, Any], label: str, ours: bool) -> Bar:
+def run_bar(record: dict[str, Any], label: str, ours: bool) -> Bar:
     bound = record["batch_size"] * (record["gen_len"] - 1) / record["limit"]["floor_decode_s"]
     return Bar(label, record["prefill_latency_s"], record["decode_throughput"], bound, ours)
 
 
-def llama_cpp(found: dict[str, Any], options: str, words: str) -> Bar | None:
-    """Return the best of all numbers of threads with these options, None where they were not measured."""
+def llama_cpp_bar(found: dict[str, Any], options: str, words: str) -> Bar | None:
+    """Return the best of all numbers of threads with these options; None where they were not measured."""
     rows = [row for row in found["rows"] if options in row["options"] and row.get("threads")]
     prompts = [rate for row in rows if (rate := row["prefill_tokens_per_s"].get(str(found["prompt_len"])))]
     rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"]]
@@ -89,8 +89,8 @@ def draw_one(path: Path, title: str, found: list[Bar], text: str, ours: str, oth
     from matplotlib import pyplot
 
     with pyplot.rc_context({"text.color": text, "axes.labelcolor": text, "axes.edgecolor": text, "font.size": 10.5}):
-        figure, both = pyplot.subplots(1, 2, figsize=(9.4, 1.0 + 0.6 * len(found)), sharey=True, layout="constrained")
-        for axes, (quantity, heading) in zip(both, PANELS):
+        figure, panels = pyplot.subplots(1, 2, figsize=(9.4, 1.0 + 0.6 * len(found)), sharey=True, layout="constrained")
+        for axes, (quantity, heading) in zip(panels, PANELS):
             values = [getattr(bar, quantity) for bar in found]
             bounds = [bar.bound for bar in found] if quantity == "rate" else []
             end = 1.3 * max(filter(None, [*values, *bounds]))
@@ -109,12 +109,12 @@ def draw_one(path: Path, title: str, found: list[Bar], text: str, ours: str, oth
             axes.set_title(heading, fontsize=10.5, loc="left")
             axes.spines[["top", "right", "bottom"]].set_visible(False)
             axes.tick_params(left=False, bottom=False, labelbottom=False, colors=text)
-        both[0].set_yticks(range(len(found)), [bar.label for bar in found])
-        both[0].invert_yaxis()
+        panels[0].set_yticks(range(len(found)), [bar.label for bar in found])
+        panels[0].invert_yaxis()
         figure.suptitle(title, x=0.005, ha="left", fontsize=11.5, weight="bold")
         figure.get_layout_engine().set(wspace=0.06)
-        both[1].plot([], [], color=bound, linewidth=2.2, label="bound by the rates of link, CPU and memory")
-        both[1].legend(loc="upper left", bbox_to_anchor=(0, -0.01), frameon=False, fontsize=9.5, handlelength=0.8)
+        panels[1].plot([], [], color=bound, linewidth=2.2, label="bound by the rates of link, CPU and memory")
+        panels[1].legend(loc="upper left", bbox_to_anchor=(0, -0.01), frameon=False, fontsize=9.5, handlelength=0.8)
         figure.savefig(path, dpi=200, transparent=True, metadata={"Software": None})
         pyplot.close(figure)
 

@@ -44,7 +44,7 @@ def options_page() -> str:
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
-    """Name, parser and purpose of each subcommand."""
+    """Yield name, parser and purpose of each subcommand."""
     for action in subparsers(parser):
         purposes = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for name, command in action.choices.items():
@@ -56,7 +56,7 @@ def subparsers(parser: argparse.ArgumentParser) -> list[Any]:
 
 
 def tables(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """A table of each group that has options to show, subcommands' own below them."""
+    """Yield the lines of a table for each group with options to show, those of subcommands below them."""
     hidden = (argparse._HelpAction, argparse._SubParsersAction)
     for group in parser._action_groups:
         actions = [
@@ -70,7 +70,7 @@ def tables(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield ""
             yield from prose(group.description)
         yield from ("", "| option | default | meaning |", "| --- | --- | --- |")
-        yield from (line(parser, action) for action in actions)
+        yield from (option_row(parser, action) for action in actions)
     if parser.epilog:
         yield ""
         yield from prose(parser.epilog)
@@ -79,19 +79,18 @@ def tables(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def prose(text: str) -> Iterator[str]:
-    """A description or an epilog: paragraphs, and below "Example:" commands, which tests check by the parsers."""
-    words, found, examples = re.split(r"^(Examples?:)$", text.strip(), maxsplit=1, flags=re.MULTILINE), "", ""
-    if len(words) == 3:
-        words, found, examples = [words[0]], words[1], words[2]
-    for paragraph in filter(None, words[0].split("\n\n")):
+    """Yield the lines of a description or an epilog: paragraphs, then the commands below "Example:", which tests check by the parsers."""
+    paragraphs, *examples = re.split(r"^(Examples?:)$", text.strip(), maxsplit=1, flags=re.MULTILINE)
+    for paragraph in filter(None, paragraphs.split("\n\n")):
         yield from (cell(paragraph), "")
-    if found:
-        lines = [line.strip() for line in examples.splitlines() if line.strip()]
-        yield from (found, "", EXAMPLES, "```sh", *lines, "```", "")
+    if examples:
+        heading, commands = examples
+        lines = [line.strip() for line in commands.splitlines() if line.strip()]
+        yield from (heading, "", EXAMPLES, "```sh", *lines, "```", "")
 
 
-def line(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """The row of an option: its spellings with its value, its default in words, the rest of its help."""
+def option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Return the row of an option: its spellings with its value, its default in words, the rest of its help."""
     text = parser._get_formatter()._expand_help(action)
     default = "off" if isinstance(action, argparse._StoreTrueAction) else ""
     if found := re.search(r"\s*\(default([^:()]*): (.*)\)$", text, re.DOTALL):
@@ -103,7 +102,7 @@ def line(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def value_of(action: argparse.Action) -> str:
-    """Its metavar or its choices, such as 'FILE' or 'auto|on|off'; '' for a flag."""
+    """Return the metavar or the choices, such as 'FILE' or 'auto|on|off'; '' for a flag."""
     if action.nargs == 0:
         return ""
     choices = None if action.choices is None else "|".join(map(str, action.choices))
@@ -128,19 +127,19 @@ def record_page() -> str:
         "| --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {code(one.key)} | {cell(one.unit)} | {cell(one.meaning)} | {cell(one.only_with or '')} |"
-        for one in list_keys(Record)
+        f"| {code(each.key)} | {cell(each.unit)} | {cell(each.meaning)} | {cell(each.only_with or '')} |"
+        for each in list_keys(Record)
     ]
     return "\n".join(lines) + "\n"
 
 
 def code(text: str) -> str:
-    """GitHub and Python-Markdown disagree on a bar within backquotes in a table; on this they agree."""
+    """Return `text` as code in a table. GitHub and Python-Markdown disagree on a bar within backquotes, and agree on this."""
     return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def cell(text: str) -> str:
-    """Plain text for a table: what Markdown would take for markup is escaped, but for code in backquotes."""
+    """Return plain text for a table: what Markdown would take for markup is escaped, but for code in backquotes."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     escaped = [part if part.startswith("`") else re.sub(r"([\\*_<>\[\]])", r"\\\1", part) for part in parts]
     return "".join(escaped).replace("|", "\\|")
@@ -159,18 +158,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of the pages (default: docs)")
     args = parser.parse_args(argv)
-    behind = 0
+    exit_code = 0
     for name, page in PAGES.items():
         file, text = args.docs / name, page()
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             continue
         if args.check:
             print(f"{file} is out of date: run python scripts/generate_docs.py", file=sys.stderr)
-            behind = 1
+            exit_code = 1
         else:
             file.write_text(text, encoding="utf-8")
             print(f"wrote {file}")
-    return behind
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -59,12 +59,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     exit_on_stop()
     args.results.mkdir(parents=True, exist_ok=True)
-    started, failed, left = time.monotonic(), [], []
+    started, failed, skipped = time.monotonic(), [], []
     for name, (estimate_s, lines) in cases.items():
         passed_s = time.monotonic() - started
         left_s = args.limit_s - passed_s
         if estimate_s > left_s or (lines[0].startswith("llama_cpp ") and not args.llama):
-            left.append(name)
+            skipped.append(name)
             continue
         print(f"== [{passed_s:.0f} s] {name}, about {estimate_s} s", file=sys.stderr, flush=True)
         if not run_case(name, lines, min(max(AT_LEAST_S, TIMES_AS_LONG * estimate_s), left_s), args):
@@ -74,10 +74,10 @@ def main(argv: list[str] | None = None) -> int:
         with (args.results / "table.md").open("w") as table:
             subprocess.run(report, stdout=table, cwd=ROOT, check=False)
     print(f"== [{time.monotonic() - started:.0f} s] done", file=sys.stderr)
-    for what, names in (("failed", failed), ("left (no time, or no --llama)", left)):
+    for what, names in (("failed", failed), ("left (no time, or no --llama)", skipped)):
         if names:
             print(f"{what}: {' '.join(names)}", file=sys.stderr)
-    return 1 if failed or left else 0
+    return 1 if failed or skipped else 0
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, tuple[int, list[str]]]]:
@@ -113,7 +113,7 @@ def run_case(name: str, lines: list[str], limit_s: float, args: argparse.Namespa
     code, peak_mib = run_together([command_of(line, name, args) for line in lines], part, env, limit_s)
     if not code and lines[0].startswith("plan "):
         left_s = started + limit_s - time.time()
-        command = planned(part.replace(part.with_suffix(".plan.json")), lines[0], name, args)
+        command = first_planned_command(part.replace(part.with_suffix(".plan.json")), lines[0], name, args)
         code, peak_mib = run_together([command], part, env, left_s)
     step = f"{name} {time.time() - started:.0f} s, exit code {code}"
     step += f", at most {peak_mib} MiB of device memory in use" if peak_mib else ""
@@ -143,19 +143,19 @@ def command_of(line: str, name: str, args: argparse.Namespace) -> list[str]:
     return [sys.executable, kind, *words]
 
 
-def planned(plan: Path, line: str, name: str, args: argparse.Namespace) -> list[str]:
-    """Return the first command of a plan, with what follows `--` in the line of its case."""
+def first_planned_command(plan: Path, line: str, name: str, args: argparse.Namespace) -> list[str]:
+    """Return the first command of a plan, with what follows `--` in the line of its case; the file keeps only the JSON object."""
     text = plan.read_text()
     plan.write_text(text[text.index("{") : text.rindex("}") + 1] + "\n")
     first = json.loads(plan.read_text())["configurations"][0]["command"]
     return command_of(f"run {first.partition('run_model.py ')[2]} {line.partition(' -- ')[2]}", name, args)
 
 
-def run_together(commands: list[list[str]], said: Path, env: Mapping[str, str], limit_s: float) -> tuple[int, int]:
+def run_together(commands: list[list[str]], output: Path, env: Mapping[str, str], limit_s: float) -> tuple[int, int]:
     """Return an exit code (0 if all of them are), and the most MiB of a device's memory that nvidia-smi saw in use."""
     ends = time.monotonic() + limit_s
     with tempfile.TemporaryFile("w+") as used:
-        with said.open("w") as out, contextlib.ExitStack() as stack:
+        with output.open("w") as out, contextlib.ExitStack() as stack:
             if shutil.which(MEMORY[0]):
                 stack.enter_context(process_group(MEMORY, stdout=used, stderr=subprocess.DEVNULL))
             options = dict(stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT)

@@ -48,9 +48,9 @@ class Place:
     inputs: Path
 
     def named(self, text: str) -> str:
-        """`text` with this machine's paths by their role."""
+        """Return `text` with this machine's paths replaced by their roles."""
         roles = {self.inputs: "INPUTS", self.checkout: "CHECKOUT", self.folder: "FOLDER", sys.prefix: "PYTHON"}
-        for path, role in sorted(roles.items(), key=lambda one: -len(str(one[0]))):  # one may lie in another
+        for path, role in sorted(roles.items(), key=lambda each: -len(str(each[0]))):  # one may lie in another
             text = text.replace(str(path), role)
         return text
 
@@ -104,7 +104,7 @@ def run_all(place: Place, pattern: str) -> int:
 
 
 def refuse_other_checkout(place: Place) -> None:
-    """Results of two checkouts in one folder would be taken for one's."""
+    """Exit where the folder has results of another checkout, which would be taken for those of this one."""
     note = place.folder / "checkout.txt"
     if note.exists() and note.read_text().strip() != str(place.checkout):
         raise SystemExit(f"{place.folder} has results of {note.read_text().strip()}; take another folder.")
@@ -122,7 +122,7 @@ def run_case(case: Case, place: Place) -> dict[str, Any]:
     environment |= PLAIN | {"PYTHONPATH": str(place.checkout), "PATH": programs}
     options = case.options if case.bare else f"{SHORT} {case.options}"
     command = [*launch(case, place.checkout), *options.split()]
-    code, stdout, stderr = finished(command, scratch, environment)
+    code, stdout, stderr = run_to_end(command, scratch, environment)
     several = case.ranks > 1
     return {
         "command": place.named(" ".join(command[1:])),
@@ -140,7 +140,7 @@ def run_case(case: Case, place: Place) -> dict[str, Any]:
 
 
 def launch(case: Case, checkout: Path) -> list[str]:
-    """The command before the options."""
+    """Return the command before the options."""
     if case.launcher == "module":
         return [sys.executable, "-m", "zero_inference"]
     ranks, port = str(case.ranks), free_port()
@@ -153,8 +153,8 @@ def launch(case: Case, checkout: Path) -> list[str]:
     return [*starts[case.launcher], str(checkout / "run_model.py")]
 
 
-def finished(command: list[str], cwd: Path, environment: dict[str, str]) -> tuple[int | str, str, str]:
-    """(exit code, stdout, stderr); a command that takes too long is ended with all it started."""
+def run_to_end(command: list[str], cwd: Path, environment: dict[str, str]) -> tuple[int | str, str, str]:
+    """Return (exit code, stdout, stderr); a command that takes too long is ended with all it started."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -185,7 +185,7 @@ def free_port() -> str:
 
 
 def trace_events(path: Path) -> list[str]:
-    """The kinds of events in a Chrome trace: categories, or names where an event has none."""
+    """Return the kinds of events in a Chrome trace: categories, or names where an event has none."""
     return sorted({event.get("cat") or event["name"] for event in json.loads(path.read_text())["traceEvents"]})
 
 
@@ -193,7 +193,7 @@ def trace_events(path: Path) -> list[str]:
 
 
 def compare(before: Path, after: Path, pattern: str = "*") -> int:
-    """Print what differs, a line each; 1 if anything does. What only `after` has is a note."""
+    """Print what differs, a line each; return 1 if anything does. What only `after` has is a note."""
     old, new = (results_in(folder, pattern) for folder in (before, after))
     if not old:
         raise SystemExit(f"{before} has no results.")
@@ -209,13 +209,13 @@ def compare(before: Path, after: Path, pattern: str = "*") -> int:
 
 
 def results_in(folder: Path, pattern: str) -> dict[str, dict]:
-    """Case name -> its result."""
+    """Return case name -> its result."""
     paths = [path for path in folder.glob("results/*.json") if fnmatch.fnmatchcase(path.stem, pattern)]
     return {path.stem: json.loads(path.read_text()) for path in paths}
 
 
 def case_differences(old: dict, new: dict) -> Iterator[tuple[str, bool]]:
-    """(what differs, whether that is only a note)."""
+    """Yield (what differs, whether that is only a note)."""
     for key in ("stdout", "stderr", "files"):
         for line in difflib.ndiff(old[key], new[key]):
             if line[0] in "-+":
@@ -225,7 +225,7 @@ def case_differences(old: dict, new: dict) -> Iterator[tuple[str, bool]]:
 
 
 def value_differences(old: Any, new: Any, where: str) -> Iterator[tuple[str, bool]]:
-    """Differences of two JSON values, each by its dotted path."""
+    """Yield the differences of two JSON values, each by its dotted path."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in old | new:
             path = f"{where}.{key}"
@@ -236,8 +236,8 @@ def value_differences(old: Any, new: Any, where: str) -> Iterator[tuple[str, boo
             else:
                 yield from value_differences(old[key], new[key], path)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for number, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from value_differences(one, other, f"{where}[{number}]")
+        for number, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from value_differences(before, after, f"{where}[{number}]")
     elif old != new or type(old) is not type(new):
         yield f"{where} was {shown(old)}, is {shown(new)}", False
 
@@ -282,7 +282,7 @@ PASSING = re.compile(
 
 
 def lines_of(text: str, in_any_order: bool = False) -> list[str]:
-    """The lines of `text` with what is measured masked; those of several ranks sorted, and each kept once."""
+    """Return the lines of `text` with what is measured masked; those of several ranks sorted, and each kept once."""
     lines = [masked_text(line) for line in text.replace("\r", "\n").splitlines() if not PASSING.match(line)]
     return sorted(set(lines)) if in_any_order else lines
 
@@ -294,7 +294,7 @@ def masked_text(text: str) -> str:
 
 
 def masked_values(value: Any, measured: bool = False) -> Any:
-    """`value` with what is measured replaced by its kind."""
+    """Return `value` with what is measured replaced by its kind."""
     if isinstance(value, dict):
         return {key: masked_values(item, measured or bool(MEASURED.fullmatch(key))) for key, item in value.items()}
     if isinstance(value, list):

@@ -117,7 +117,7 @@ CASES = (
 
 
 def make_inputs(folder: Path) -> None:
-    """Checkpoints with seeded weights, and the other files that cases name; nothing if they are there."""
+    """Write checkpoints with seeded weights, and the other files that cases name, unless they are there."""
     if (folder / "whole").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def _seeded_model(family: str):
-    """A random model whose weights are so large that its greedy tokens vary."""
+    """Return a random model whose weights are so large that its greedy tokens vary."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -30,16 +30,16 @@ PAGES = ("README.md", "docs/big-models.md", "docs/measured.md")
 MARK = re.compile(r"<!-- scripts/tables.py (\S+?)(?: (\S+))? -->\n.*?<!-- end of table -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
+from zero_inference.report.run import weights_in_short  # noqa: E402
 from zero_inference.utils.format import significant  # noqa: E402
 
 Row = list[str]
 
 # results
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
-# of these, the last one that has a case
-CORES = ("h200-cores", "h200-graphs", "h200-fixed", "h200-ahead", "h200-balanced", "h200-beside")
-FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
-WIDTHS = {"float16": "fp16", "bfloat16": "bf16"}
+# runs with the CPU backend; a case is shown from the last of these folders that has it
+CPU_FOLDERS = ("h200-cores", "h200-graphs", "h200-fixed", "h200-ahead", "h200-balanced", "h200-beside")
+MIN_TOKENS = 3  # with fewer a run is there for its prefill
 
 # planned
 MODELS = {
@@ -115,11 +115,6 @@ def updated(page: str, names: Iterable[str], folder: str | None = None) -> str:
     return MARK.sub(replace, page)
 
 
-def folder_in(page: str, name: str) -> Path:
-    """Return the folder in the mark of a table of `page`."""
-    return next(ROOT / found[2] for found in MARK.finditer(page) if found[1] == name)
-
-
 def markdown(columns: str, rows: Iterable[Row]) -> str:
     """Return a table; `columns` are separated by bars."""
     lines = [columns.split("|"), ["---"] * len(columns.split("|")), *rows]
@@ -136,7 +131,7 @@ def last_record(path: Path) -> dict[str, Any]:
 
 
 def results_table(_: Path | None = None) -> str:
-    latest = {path.stem: path for folder in CORES for path in decoded(folder)}
+    latest = {path.stem: path for folder in CPU_FOLDERS for path in decoded(folder)}
     rows = []
     for paths in (*map(decoded, FOLDERS), latest.values()):
         found = []
@@ -152,9 +147,9 @@ def results_table(_: Path | None = None) -> str:
 
 
 def decoded(folder: str) -> list[Path]:
-    """Return the files of a folder of results whose last record is of a run that succeeded, and decoded."""
+    """Return the files of a folder of results whose last record is of a run that succeeded, with at least `MIN_TOKENS`."""
     records = {path: last_record(path) for path in sorted((RESULTS / folder).glob("*.jsonl"))}
-    return [path for path, found in records.items() if found["status"] == "ok" and found["gen_len"] > FEWEST_TOKENS]
+    return [path for path, found in records.items() if found["status"] == "ok" and found["gen_len"] >= MIN_TOKENS]
 
 
 def result_row(record: dict[str, Any], path: Path) -> Row:
@@ -178,7 +173,7 @@ def result_row(record: dict[str, Any], path: Path) -> Row:
 
 
 def label(record: dict[str, Any]) -> str:
-    """Return model, width and what the engine was asked for."""
+    """Return model, format of the weights and what the engine was asked for."""
     bits, dtype, engine = record["quant_bits"], record["dtype"], record["engine"]
     options = [
         f"--{name.replace('_', '-')}"
@@ -195,8 +190,8 @@ def label(record: dict[str, Any]) -> str:
     if record["norm_kernels"] != "auto":
         options.append(f"--norm-kernels {record['norm_kernels']}")
     gpus = f", {record['world_size']} GPUs" if record["world_size"] > 1 else ""
-    width = WIDTHS.get(dtype, dtype) if bits == 16 else f"int{bits}"
-    return f"{record['model'].split('/')[-1]} {width}, {' '.join([engine, *options])}{gpus}"
+    weights = weights_in_short(bits, dtype)
+    return f"{record['model'].split('/')[-1]} {weights}, {' '.join([engine, *options])}{gpus}"
 
 
 def planned_table(_: Path | None = None) -> str:
@@ -259,7 +254,7 @@ def big_model_row(model: str, host: str, gib: int, record: dict[str, Any]) -> Ro
 
 
 def predicted_and_measured(record: dict[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return both of token/s, and of the seconds to the first token."""
+    """Return (predicted, measured) token/s and (predicted, measured) seconds to the first token."""
     predicted = record["batch_size"] * (record["gen_len"] - 1) / record["predicted"]["decode_s"]
     first_token = record["predicted"]["prefill_s"], record["prefill_latency_s"]
     return (predicted, record["decode_throughput"]), first_token

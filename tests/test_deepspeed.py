@@ -81,13 +81,13 @@ def test_deepspeed_fetches_as_far_ahead_as_was_planned(family, bits, checkpoints
 def test_a_head_is_fetched_beside_the_layers_that_the_limit_allows(simulated):
     """The limit is compared before a parameter is taken, and a head is larger than two layers of a 70B model."""
     plan = planned(model="llama-3.1-70b", cpu_offload=True, quant_bits=8)
-    limit = 2 * plan.weights.ds_config["zero_optimization"]["stage3_max_live_parameters"]
+    limit = 2 * plan.engine_plan.ds_config["zero_optimization"]["stage3_max_live_parameters"]
     largest = 128256 * 8192 * (1 + 4 / 64)
     assert limit + 0.7 * largest < max(simulated) < limit + largest
 
 
 def test_without_a_gpu_a_rank_keeps_what_it_dequantized_and_gathers_nothing():
-    peaks = planned(model="opt-125m", cpu_offload=True, quant_bits=8).weights.memory.peaks
+    peaks = planned(model="opt-125m", cpu_offload=True, quant_bits=8).engine_plan.memory.peaks
     assert {peak.nbytes for peak in peaks} == {2 * 50272 * 768} and (peaks[0].layers, peaks[-1].layers) == (0, 12)
 
 

@@ -128,12 +128,12 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
     around = LinkMonitor(ONE, timeline=Uses(*loops))
     assert (around.copied_gb_per_s(), around.ahead_bytes()) == (0.0, 0), "nothing was measured yet"
     for _ in range(4):  # before each of three loops and behind the last
-        around()
+        around.between_loops()
     assert around.uses == loops and (around.copied_gb_per_s(0.98), around.ahead_bytes()) == (55.0, 7)
     assert loops[-1].as_dict()["gbps_while_busy"] == 56.0
     short = LinkMonitor(ONE, timeline=Uses(None, None))
     for _ in range(3):
-        short()
+        short.between_loops()
     assert (short.copied_gb_per_s(), short.ahead_bytes(), short.uses, short.peak_gpu_bytes) == (0.0, 0, [], None)
 
 

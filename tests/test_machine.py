@@ -179,14 +179,14 @@ def test_a_measured_machine_with_other_numbers():
 def test_the_bound_of_what_the_cores_do_alone_and_of_what_is_not_known():
     line = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s"
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute 1"
-    all_of_it = planned(options, resolve_machine(None, line)).weights
+    all_of_it = planned(options, resolve_machine(None, line)).engine_plan
     assert all_of_it.fetched_bytes == 5120 * 2, "a row of the embedding"
     assert planned_step_bound(all_of_it, parse_assumed(line)) == ("cores", pytest.approx(all_of_it.cpu_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
-    no_link = planned(by_deepspeed, resolve_machine(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
+    no_link = planned(by_deepspeed, resolve_machine(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).engine_plan
     assert planned_step_bound(no_link, no_link.job.machine.profile()) is None, "the link binds it, at an unknown rate"
     mixture = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4"
-    step_s = planned_step_bound(planned(mixture, resolve_machine(None, line)).weights, parse_assumed(line))[1]
+    step_s = planned_step_bound(planned(mixture, resolve_machine(None, line)).engine_plan, parse_assumed(line))[1]
     assert 300 < 1 / step_s < 1000, "3.3 billion active weights in half a byte"
 
 
@@ -255,12 +255,12 @@ def test_rates_of_attention_are_those_of_its_heads():
     assert concurrent_rates(MACHINE, work("int4", 1, 1)).attended is None
     asked = "--model llama-2-13b --dummy --dtype bfloat16 --engine stream --quant-bits 4 --prompt-len 512 --gen-len 8"
     options = f"{asked} --kv-offload --batch-size 8"
-    plans = [planned(options, Machine(each)).weights for each in (attending, MACHINE)]
+    plans = [planned(options, Machine(each)).engine_plan for each in (attending, MACHINE)]
     assert [each.placement.host_bytes for each in plans] == [0, 0] and all(each.cpu.attends for each in plans)
     assert [each.cpu.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
     extra_s = plans[0].cpu.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
     assert plans[0].cost_terms.step_cpu.wait_s - plans[1].cost_terms.step_cpu.wait_s == pytest.approx(extra_s)
-    on_device = planned(asked, Machine(attending)).weights
+    on_device = planned(asked, Machine(attending)).engine_plan
     assert on_device.cpu is None, "nothing for them in host memory"
 
 
@@ -289,8 +289,8 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
         rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
         machine = resolve_machine(None, f"gpus=1x{gib}GiB,{rates}")
         plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
-        assert plan.weights.min_free_device_bytes <= plan.job.free_device_bytes
-        fetch.append(max(plan.weights.placement.quota, default=0))
+        assert plan.engine_plan.min_free_device_bytes <= plan.job.free_device_bytes
+        fetch.append(max(plan.engine_plan.placement.quota, default=0))
     assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
 
 
@@ -299,7 +299,8 @@ def test_experts_are_fetched_for_a_given_share_only_where_they_stay():
     rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
     options = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --cpu-compute 1"
     for gpu_memory, stay in (("--gpu-memory 0", False), ("", True)):
-        placement = planned(f"{options} {gpu_memory}", resolve_machine(None, f"gpus=1x8GiB,{rates}")).weights.placement
+        plan = planned(f"{options} {gpu_memory}", resolve_machine(None, f"gpus=1x8GiB,{rates}"))
+        placement = plan.engine_plan.placement
         assert bool(placement.expert_slots) == bool(placement.quota) == stay
         assert min(placement.expert_slots.values(), default=0) >= max(placement.quota, default=0)
 
@@ -308,12 +309,12 @@ def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
     """The device is as large as the plan asks for, and a byte smaller."""
     machine = resolve_machine(None, "gpus=1x80GiB,host=256GiB")
     plan = planned("--model opt-1.3b --dummy --engine stream --gpu-memory 1 --batch-size 8", machine)
-    least = plan.weights.min_free_device_bytes
+    least = plan.engine_plan.min_free_device_bytes
     for free, fits in ((least, True), (least - 1, False)):
         job = replace(plan.job, free_device_bytes=free)
-        there = Plan(job, replace(plan.weights, job=job))
+        there = Plan(job, replace(plan.engine_plan, job=job))
         assert there.fits is fits
-        assert least - plan.weights.device_peak_bytes >= 1 << 30
+        assert least - plan.engine_plan.device_peak_bytes >= 1 << 30
         (need,) = [need for need in there.needs if need.place == "device memory"]
         assert need.with_reserve_bytes == least
 
@@ -412,9 +413,9 @@ def test_what_gpus_send_each_other(options, fetched_share):
     def step_s(peers) -> tuple[float, str, int]:
         machine = replace(MACHINE, gpus=(H200,) * 4, peers_gb_per_s=peers)
         plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, Machine(machine)))
-        limit = planned_step_bound(plan.weights, machine)[1]
+        limit = planned_step_bound(plan.engine_plan, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
-        weights = plan.weights.fetched_bytes + plan.weights.sharded_bytes
+        weights = plan.engine_plan.fetched_bytes + plan.engine_plan.sharded_bytes
         # 13B in 16 bits; with DeepSpeed embedding and head, too, which are one weight
         assert weights == pytest.approx(2 * 12.85e9, rel=0.03)
         return plan.times.step.seconds, plan.times.step.bound_by, weights
@@ -431,7 +432,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
 def test_cores_take_their_part_as_the_file_says():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0"
     machine = Machine(MACHINE)
-    plan = planned(options, machine).weights
+    plan = planned(options, machine).engine_plan
     moved = plan.moved_per_step()
     assert len(plan.cpu.cpus) == 15 and plan.cpu.instructions == "amx"
     # 100 GB/s and 50 GB/s, less the hand-offs and what the device reads
@@ -439,10 +440,10 @@ def test_cores_take_their_part_as_the_file_says():
     bound_by, step_s = planned_step_bound(plan, MACHINE)
     both = (moved.host_to_device_bytes_per_step + moved.cores_bytes_per_step) / 150e9
     assert bound_by in ("link", "link_and_cores") and step_s >= both
-    alone = planned(f"{options} --cpu-compute off", machine).weights
+    alone = planned(f"{options} --cpu-compute off", machine).engine_plan
     assert planned_step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
     no_rates = Machine(replace(MACHINE, cores=None))
-    assert "the rate of the CPU is not known" in planned(options, no_rates).weights.no_cpu
+    assert "the rate of the CPU is not known" in planned(options, no_rates).engine_plan.no_cpu
     with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
 
@@ -452,11 +453,11 @@ def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     one = job_of(options, Machine(MACHINE))
     two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
     assert why_no_cpu_compute(one) is None and why_no_cpu_compute(two) == SEVERAL_GPUS
-    assert not make_plan(two).weights.placement.cpu_computed
+    assert not make_plan(two).engine_plan.placement.cpu_computed
     on_cpus = replace(two, ranks=replace(two.ranks, device=torch.device("cpu")))
     assert why_no_cpu_compute(on_cpus) == NO_LINK, "several ranks without a GPU"
     given = replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))
-    assert why_no_cpu_compute(given) is None and make_plan(given).weights.placement.cpu_computed
+    assert why_no_cpu_compute(given) is None and make_plan(given).engine_plan.placement.cpu_computed
 
 
 def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):
@@ -510,15 +511,15 @@ def test_the_plan_says_what_an_h200_counted(name, empty_models):
     memory = record["environment"]["gpus"][0]["memory_bytes"]
     machine = replace(MACHINE, gpus=(Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),))
     plan = planned(shlex.join(options), Machine(machine), empty_models)
-    says_what_was_counted(plan.weights, record)
+    says_what_was_counted(plan.engine_plan, record)
     slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then
     near = 0.03 if record["engine"] == "deepspeed" else 0.06
     moved = 0  # or made smaller since then
     if record["engine"] == "stream":
-        moved = record["stream"]["workspace_bytes"] - plan.weights.placement.workspace_bytes
+        moved = record["stream"]["workspace_bytes"] - plan.engine_plan.placement.workspace_bytes
         if not record["stream"].get("embedding_on_host"):
-            moved += plan.weights.placement.embedding_bytes
-    assert plan.weights.device_peak_bytes + moved - slot == pytest.approx(record["peak_gpu_bytes"], rel=near)
+            moved += plan.engine_plan.placement.embedding_bytes
+    assert plan.engine_plan.device_peak_bytes + moved - slot == pytest.approx(record["peak_gpu_bytes"], rel=near)
 
 
 @pytest.mark.parametrize(
@@ -534,6 +535,6 @@ def test_the_plan_says_what_a_run_here_counts(options, checkpoints, tmp_path):
     offload = ["--offload-dir", str(tmp_path / "offload")] if "disk" in options else []
     sizes = "--prompt-len 16 --gen-len 8 --loops 1 --warmup 0 --batch-size 2 --dtype bfloat16"
     asked = ["--model", str(checkpoints("opt")), *sizes.split(), *options.split(), *offload]
-    plan = planned(shlex.join(asked), resolve_machine(None, None)).weights
+    plan = planned(shlex.join(asked), resolve_machine(None, None)).engine_plan
     assert main(["run_model.py", *asked, "--log-file", str(tmp_path / "run.log")]) == 0
     says_what_was_counted(plan, read_records(tmp_path / "run.jsonl")[-1])

@@ -71,7 +71,7 @@ def plan_for(folder, **options):
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_stream_engine_stores_and_moves_is_what_was_planned(family, bits, checkpoints, tmp_path, no_gpu):
-    weights = plan_for(checkpoints(family), engine="stream", quant_bits=bits, cpu_compute="off").weights
+    weights = plan_for(checkpoints(family), engine="stream", quant_bits=bits, cpu_compute="off").engine_plan
     options = ["--engine", "stream", "--cpu-compute", "off", "--quant-bits", str(bits), "--batch-size", "2", *SHORT]
     assert (
         main(["run_model.py", "--model", str(checkpoints(family)), *options, "--log-file", str(tmp_path / "a.log")])
@@ -155,8 +155,8 @@ def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
     job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
     tight = make_plan(replace(job, free_device_bytes=12 << 30))
-    assert tight.weights.placement.resident and tight.weights.placement.in_host_memory
-    kept = tight.weights.footprint.device + tight.job.kv_device_bytes + 1.5 * tight.job.activation_bytes
+    assert tight.engine_plan.placement.resident and tight.engine_plan.placement.in_host_memory
+    kept = tight.engine_plan.footprint.device + tight.job.kv_device_bytes + 1.5 * tight.job.activation_bytes
     assert 11 << 30 < kept + RESERVE_BYTES <= 12 << 30, "half of the activations is left for the allocator"
     why = r"do not fit into the 0 bytes of device memory left for them by embedding and head .* KV cache .* of 2 GiB free\.$"
     with pytest.raises(DoesNotFit, match=why):
@@ -194,8 +194,8 @@ def test_deepspeed_keeps_each_partition_where_it_was_planned(options, zero, tmp_
             found[place] += parameter.ds_tensor.ds_numel * parameter.element_size()
     finally:
         loaded.close()
-    planned = plan.weights.footprint
-    offload = plan.weights.ds_config["zero_optimization"].get("offload_param", {})
+    planned = plan.engine_plan.footprint
+    offload = plan.engine_plan.ds_config["zero_optimization"].get("offload_param", {})
     buffers = offload.get("buffer_size", 0) * offload.get("buffer_count", 0) * 2
     in_memory = planned.host - buffers + planned.device - planned.gathered
     assert found["nvme"] == planned.disk and (found["nvme"] > 0) == ("disk_offload" in options)
@@ -240,10 +240,10 @@ def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
     """Gathered layers and activations are upper bounds, and transformers' own cache keeps only the window."""
     plan = on_a_gpu(2 << 30, model="opt-13b", engine="accelerate", cpu_offload=True, prompt_len=512)
     check_memory(plan)
-    gathered = replace(plan.weights.footprint, device=3 << 30, gathered=3 << 30)
-    check_memory(replace(plan, weights=replace(plan.weights, footprint=gathered)))
+    gathered = replace(plan.engine_plan.footprint, device=3 << 30, gathered=3 << 30)
+    check_memory(replace(plan, engine_plan=replace(plan.engine_plan, footprint=gathered)))
     with pytest.raises(UsageError, match="its weights and their buffers need 3 GiB of device memory"):
-        check_memory(replace(plan, weights=replace(plan.weights, footprint=replace(gathered, gathered=0))))
+        check_memory(replace(plan, engine_plan=replace(plan.engine_plan, footprint=replace(gathered, gathered=0))))
     windows = transformers.MistralConfig(num_hidden_layers=4, sliding_window=1000, max_position_embeddings=1 << 20)
     windows.save_pretrained(tmp_path)
     asked = dict(model=str(tmp_path), prompt_len=1 << 19, gen_len=32)

@@ -83,7 +83,7 @@ def load(folder, dtype: str):
     """The model of a resident run, and what it was planned to take."""
     config, ranks = RunConfig(model=str(folder), engine="resident", dtype=dtype).validate(), detect_ranks()
     plan = plan_run(config, resolve_model(config, ranks.device.type), ranks)
-    planned = plan.weights.footprint.device
+    planned = plan.engine_plan.footprint.device
     loaded = plan.load()
     assert planned == loaded.weight_bytes == parameter_bytes(loaded.model)
     assert loaded.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)

@@ -20,7 +20,13 @@ README, MEASURED, BIG_MODELS, KERNELS, PERFORMANCE = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/measured.md", "docs/big-models.md", "docs/kernels.md", "docs/performance.md")
 )
-PICTURE = tables.folder_in(README, "readme")
+
+
+def folder_in(page: str, table: str) -> Path:
+    return next(ROOT / found[2] for found in tables.MARK.finditer(page) if found[1] == table)
+
+
+PICTURE = folder_in(README, "readme")
 NORMS = ROOT / "benchmarks" / "results" / "26_11_21_19_14"
 
 
@@ -89,7 +95,7 @@ def test_the_picture_is_drawn_for_light_and_dark_pages(tmp_path):
 
 
 def test_pages_say_how_many_predictions_of_the_table_were_close():
-    records = tables.big_model_records(tables.folder_in(BIG_MODELS, "big-models"))
+    records = tables.big_model_records(folder_in(BIG_MODELS, "big-models"))
     pairs = [tables.predicted_and_measured(record) for *_, record in records]
     decoded = sum(abs(predicted / measured - 1) <= 0.1 for (predicted, measured), _ in pairs)
     begun = sum(abs(measured / predicted - 1) <= 0.15 for _, (predicted, measured) in pairs)

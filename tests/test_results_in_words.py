@@ -11,7 +11,7 @@ from zero_inference.records.hardware import LinkUse, TracedLinkUse
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import Loop, Measured, MovedPerStep, Record
 from zero_inference.records.write import RunLog
-from zero_inference.report.results import cores_in_words, faster_in_words, print_results, times_table
+from zero_inference.report.results import cpu_in_words, faster_in_words, print_results, times_table
 
 DOCS = ROOT / "benchmarks" / "results" / "h200-big-models" / "docs"
 
@@ -97,7 +97,7 @@ def test_what_the_cpu_reads(measured):
     loop = Loop(prefill_s=0.5, decode_s=0.1, total_s=0.6, step_s=[0.025] * 4)
     words = "each step: 0.931 GiB copied to the device, 3.73 GiB read by the CPU at 320 GB/s, busy 50%"
     moved = replace(moved, cores_busy_s_per_step=0.0125)
-    assert cores_in_words(moved, replace(measured, loops=[loop]), None) == words
+    assert cpu_in_words(replace(measured, transfers=moved, loops=[loop]), None) == words
 
 
 def test_the_record_of_a_gpu_is_written_as_it_was(tmp_path):

@@ -79,7 +79,7 @@ def test_all_that_fits_is_a_candidate(found):
     assert "resident" in {plan.job.config.engine for plan in found.too_large} and ("resident", 16, 1) not in planned
     assert not any(each.job.config.disk_offload for each in found.candidates), "something fits elsewhere"
     for each, row in zip(found.candidates, rows_of(found)):
-        assert each.fits and each.weights.device_peak_bytes <= 24 * GIB
+        assert each.fits and each.engine_plan.device_peak_bytes <= 24 * GIB
         assert row["total_s"] == pytest.approx(each.times.prefill.seconds + 31 * each.times.step.seconds)
         assert row["total_tokens_per_s"] == pytest.approx(row["batch_size"] * 32 / row["total_s"])
 
@@ -473,8 +473,8 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
     assert len(found.candidates) > 3
     for each in found.candidates:
         again = planned(shlex.join(options_of(each.job.config)), WITH_CORES)
-        assert again.weights.device_peak_bytes == each.weights.device_peak_bytes <= 12 * GIB
-        assert again.weights.placement.ring_depth == each.weights.placement.ring_depth
+        assert again.engine_plan.device_peak_bytes == each.engine_plan.device_peak_bytes <= 12 * GIB
+        assert again.engine_plan.placement.ring_depth == each.engine_plan.placement.ring_depth
         assert again.times == each.times
 
 
@@ -493,7 +493,7 @@ def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, pl
         rows = plan_json(options, *more)["configurations"]
         return [(row["keys_and_values"], row["tokens_per_s"]) for row in rows]
 
-    monkeypatch.setattr(search, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(search, "MIN_KV_GAIN", 0.0)
     both = dict(places(8))
     assert set(both) == {"host", "device"} and both["host"] < 1.05 * both["device"]
     monkeypatch.undo()

@@ -20,26 +20,26 @@ def spread_of(*step_s: list[float]):
 
 
 def test_loops_that_differ_are_warned_of():
-    evenness = spread_of([0.1] * 10, [0.1] * 10, [0.125] * 10)
-    assert evenness.decode_spread == pytest.approx(0.25) and describe_slow_step(evenness) is None
-    assert "25%" in spread_warning(evenness)
+    spread = spread_of([0.1] * 10, [0.1] * 10, [0.125] * 10)
+    assert spread.decode_spread == pytest.approx(0.25) and describe_slow_step(spread) is None
+    assert "25%" in spread_warning(spread)
     assert spread_warning(spread_of([0.1] * 10, [0.109] * 10)) is None
 
 
 def test_a_slow_step_is_named_even_if_the_loops_agree():
     stalled = [0.06] * 6 + [1.7] + [0.06] * 24
-    evenness = spread_of(stalled, stalled)
-    assert evenness.decode_spread == 0 and evenness.slowest_step_over_median == pytest.approx(1.7 / 0.06)
-    assert describe_slow_step(evenness).startswith("decode step 7 of loop 1 took 1.700 s, 28.3 times the median step")
+    spread = spread_of(stalled, stalled)
+    assert spread.decode_spread == 0 and spread.slowest_step_over_median == pytest.approx(1.7 / 0.06)
+    assert describe_slow_step(spread).startswith("decode step 7 of loop 1 took 1.700 s, 28.3 times the median step")
 
 
 @pytest.mark.parametrize("loops", [[[0.1, 0.1, 0.2]], [[], [], []], [[0.1], [0.1]], [[0.1, 0.9], [0.1, 0.9]]])
 def test_nothing_is_reported_that_cannot_be_known(loops):
     """The spread of one loop, decode times of one token, the odd one of two steps."""
-    evenness = spread_of(*loops)
-    assert describe_slow_step(evenness) is None
-    assert (evenness.decode_spread is not None) == (len(loops) > 1 and bool(loops[0]))
-    assert (evenness.slowest_step_over_median is None) == (len(loops[0]) < 3)
+    spread = spread_of(*loops)
+    assert describe_slow_step(spread) is None
+    assert (spread.decode_spread is not None) == (len(loops) > 1 and bool(loops[0]))
+    assert (spread.slowest_step_over_median is None) == (len(loops[0]) < 3)
 
 
 def test_a_load_above_the_usable_cores_is_warned_of():

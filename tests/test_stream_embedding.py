@@ -93,7 +93,7 @@ def test_the_table_is_counted_where_it_is(family, untied, monkeypatch):
         monkeypatch.setattr(vocabulary, "device_reads_rows", lambda job, there=there: there)
         options = {"engine": "stream", "dtype": "float32", "gpu_memory": 0, "cpu_compute": "off"}
         config = RunConfig(model=str(folder), **options).validate()
-        plans.append(make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks())).weights)
+        plans.append(make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks())).engine_plan)
         loaded, _, _ = load(folder, cpu_compute="off")
         assert loaded.weight_bytes == plans[-1].weight_bytes
         loaded.close()
@@ -110,21 +110,21 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
     found = planned(options, machine)
     monkeypatch.setattr(vocabulary, "device_reads_rows", lambda job: False)
     before = planned(options, machine)
-    of_layer, table = before.weights.placement.slot_bytes, 128256 * 4096 * 2
-    after, without = found.weights.placement, before.weights.placement
+    of_layer, table = before.engine_plan.placement.slot_bytes, 128256 * 4096 * 2
+    after, without = found.engine_plan.placement, before.engine_plan.placement
     kept, host = after.resident_bytes - without.resident_bytes, after.host_bytes - without.host_bytes
     assert abs(kept - table) < of_layer and host == -kept, "whole layers"
-    assert found.weights.device_peak_bytes <= 8 << 30
-    assert f"and {format_bytes(table)} of input embedding)" in found.weights.describe_location()
+    assert found.engine_plan.device_peak_bytes <= 8 << 30
+    assert f"and {format_bytes(table)} of input embedding)" in found.engine_plan.describe_location()
     whole = planned(options, Machine(FAST))
-    assert whole.weights.footprint.host == 0 and whole.weights.describe_location() == "on the device"
+    assert whole.engine_plan.footprint.host == 0 and whole.engine_plan.describe_location() == "on the device"
 
 
 def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     options = "--model llama-3.1-8b --engine stream --dummy --prompt-len 128 --gen-len 32"
-    whole = planned(options, Machine(FAST)).weights
+    whole = planned(options, Machine(FAST)).engine_plan
     machine = replace(Machine(FAST), device_limit_bytes=whole.min_free_device_bytes - 1)
-    found = planned(options, machine).weights
+    found = planned(options, machine).engine_plan
     assert not found.placement.in_host_memory and found.footprint.host == 128256 * 4096 * 2
     assert f"and {format_bytes(found.footprint.host)} of input embedding)" in found.describe_location()
 

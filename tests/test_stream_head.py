@@ -103,7 +103,7 @@ def test_an_untied_head_is_stored_and_scores_as_planned(bits, tmp_path):
         numel = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
         stored = numel * bits // 8 + 2 * 4 * numel // GROUP + 4 * ((2 * layers + 1) * hidden + vocabulary * hidden)
         stored += vocabulary * hidden + 2 * 4 * vocabulary * hidden // GROUP
-        assert loaded.weight_bytes == plan.weights.weight_bytes == stored
+        assert loaded.weight_bytes == plan.engine_plan.weight_bytes == stored
         assert loaded.facts["stream"]["head_bits"] == 8
         assert loaded.facts["not_quantized"] == ["model.embed_tokens.weight"]
         share = (numel + vocabulary * hidden) / sum(p.numel() for p in model.parameters())
@@ -124,7 +124,7 @@ def test_an_untied_head_is_stored_and_scores_as_planned(bits, tmp_path):
 def test_tied_heads_and_those_of_16_bits_stay_as_they_are(family, options, checkpoints):
     plan, loaded = loaded_model(checkpoints(family), **options)
     try:
-        assert plan.weights.head is None and loaded.facts["stream"]["head_bits"] is None
+        assert plan.engine_plan.head is None and loaded.facts["stream"]["head_bits"] is None
         assert loaded.model.lm_head.weight.shape == (VOCAB, 64)
     finally:
         loaded.close()
@@ -133,17 +133,17 @@ def test_tied_heads_and_those_of_16_bits_stay_as_they_are(family, options, check
 def test_a_step_and_device_memory_count_the_bytes_that_are_stored():
     machine = MACHINE.model_copy(update={"cores": None, "device_products": ()})
     plan = planned("--model llama-2-13b --engine stream --quant-bits 4 --dummy", Machine(machine))
-    plain, stored = plan.weights.cost_terms.head_plain_bytes, plan.weights.cost_terms.head_stored_bytes
+    plain, stored = plan.engine_plan.cost_terms.head_plain_bytes, plan.engine_plan.cost_terms.head_stored_bytes
     assert plain == 2 * 32000 * 5120 and stored == plain * 8.5 / 16
     sizes = plan.job.sizes
     layers = sizes.parameters - 2 * 32000 * 5120 - 81 * 5120
-    assert plan.weights.weight_bytes == layers * 5 // 8 + stored + plain + 2 * 81 * 5120
-    assert plan.weights.footprint.device >= plan.weights.weight_bytes
+    assert plan.engine_plan.weight_bytes == layers * 5 // 8 + stored + plain + 2 * 81 * 5120
+    assert plan.engine_plan.footprint.device >= plan.engine_plan.weight_bytes
 
     def step_s(weights):
         traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
         return pass_time(weights, machine, traced, prefill=False).seconds
 
-    as_before = replace(plan.weights, head=None, weight_bytes=plan.weights.weight_bytes + plain - stored)
+    as_before = replace(plan.engine_plan, head=None, weight_bytes=plan.engine_plan.weight_bytes + plain - stored)
     saved_s = (plain - stored) / (machine.device_gb_per_s * 1e9)
-    assert step_s(as_before) - step_s(plan.weights) == pytest.approx(saved_s, rel=1e-3)
+    assert step_s(as_before) - step_s(plan.engine_plan) == pytest.approx(saved_s, rel=1e-3)

@@ -222,7 +222,7 @@ def test_link_and_cpu_end_a_prompt_of_a_mixture_together(name):
     shares = {}
     for tokens in (16, 128, 512):
         plan = planned(f"{QWEN} --prompt-len {tokens}", machine_at(name))
-        weights, cores = plan.weights, plan.weights.cpu
+        weights, cores = plan.engine_plan, plan.engine_plan.cpu
         shares[tokens] = cores.prompt_share
         assert cores.prompt_rows == tokens
         assert weights.placement.prompt_cpu_computed < set(weights.placement.expert_blocks)
@@ -236,27 +236,27 @@ def test_link_and_cpu_end_a_prompt_of_a_mixture_together(name):
 def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
     options = "--model llama-3.1-70b --dummy --engine stream --quant-bits 4 --gpu-memory 17.4 --gen-len 8"
     few = planned(f"{options} --prompt-len 16", machine_at("h100-predicted"))
-    found = few.weights.placement
-    assert 0.2 < few.weights.cpu.prompt_share < 0.6
+    found = few.engine_plan.placement
+    assert 0.2 < few.engine_plan.cpu.prompt_share < 0.6
     assert all(found.blocks[block].feed_forward for block in found.prompt_cpu_computed)
     assert few.times.prefill.seconds < without_short_prompts(few).times.prefill.seconds / 1.2
     for tokens in (MAX_PROMPT_ROWS + 1, 512):
         long = planned(f"{options} --prompt-len {tokens}", machine_at("h100-predicted"))
-        assert long.weights.cpu.prompt_rows == 0 and not long.weights.placement.prompt_cpu_computed
+        assert long.engine_plan.cpu.prompt_rows == 0 and not long.engine_plan.placement.prompt_cpu_computed
 
 
 def test_codes_with_scales_in_other_dtypes_than_bfloat16_cross_the_link_in_prompts():
     """The rates of codes are measured with scales in bfloat16."""
     for dtype, rows in (("float16", 0), ("float32", 0), ("bfloat16", 128)):
         plan = planned(f"{QWEN} --prompt-len 128 --dtype {dtype}", machine_at(MACHINES[0]))
-        assert plan.weights.cpu.prompt_rows == rows
+        assert plan.engine_plan.cpu.prompt_rows == rows
 
 
 def test_weights_that_are_not_page_locked_come_whole():
     """A kernel cannot read them."""
     options = QWEN.replace("--gpu-memory 2", "--gpu-memory 12")
     options, machine = f"{options} --prompt-len 4096 --pin-memory", machine_at(MACHINES[0])
-    locked, plain = (planned(f"{options} {pinned}", machine).weights for pinned in (1, 0))
+    locked, plain = (planned(f"{options} {pinned}", machine).engine_plan for pinned in (1, 0))
     assert locked.placement.gathered_bytes > 0 == plain.placement.gathered_bytes
     assert plain.placement.expert_slots
     not_early = plain.placement.host_bytes - plain.placement.nbytes_of(plain.placement.streamed)
@@ -267,6 +267,6 @@ def test_a_share_that_was_given_bounds_that_of_prompts():
     asked, auto = (
         planned(f"{QWEN} --prompt-len 16 --cpu-compute {share}", machine_at(MACHINES[0])) for share in ("0.4", "auto")
     )
-    assert 0.3 < asked.weights.cpu.prompt_share <= 0.42 < auto.weights.cpu.prompt_share
+    assert 0.3 < asked.engine_plan.cpu.prompt_share <= 0.42 < auto.engine_plan.cpu.prompt_share
     off = planned(f"{QWEN} --prompt-len 128 --cpu-compute off", machine_at(MACHINES[0]))
-    assert off.weights.cpu is None and not off.weights.placement.prompt_cpu_computed
+    assert off.engine_plan.cpu is None and not off.engine_plan.placement.prompt_cpu_computed

@@ -151,7 +151,7 @@ def test_steps_that_dequantize_experts_in_groups_are_planned_without_graphs(batc
     machine = resolve_machine(None, "gpus=1x80GiB,host=256GiB")
     options = f"--dummy --engine stream --quant-bits 4 --gpu-memory 1 --batch-size {batch} --prompt-len 64 --gen-len 8"
     for model, reason in (("qwen3-235b-a22b", said), ("qwen3-30b-a3b", None)):  # 4 groups and 1
-        assert planned(f"--model {model} {options}", machine).weights.no_graph == reason
+        assert planned(f"--model {model} {options}", machine).engine_plan.no_graph == reason
 
 
 DEPTH = 7

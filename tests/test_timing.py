@@ -47,12 +47,12 @@ def planned_times(options: str, machine):
 
 def test_streamed_weights_take_what_the_link_takes():
     plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0")
-    assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.step.bound_by == "link"
-    placement = plan.weights.placement
+    assert times.step.seconds == pytest.approx(plan.engine_plan.fetched_bytes / 55e9) and times.step.bound_by == "link"
+    placement = plan.engine_plan.placement
     assert (len(placement.blocks), placement.ring_depth) == (40, 6)
     ring = 5 * placement.slot_bytes  # that 40 blocks go through in turn, each into the same one in every step
     # the ring is full when it begins
-    assert times.prefill.seconds == pytest.approx((plan.weights.fetched_bytes - ring) / 55e9)
+    assert times.prefill.seconds == pytest.approx((plan.engine_plan.fetched_bytes - ring) / 55e9)
 
 
 def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
@@ -115,22 +115,22 @@ def test_a_long_prefill_takes_what_products_take():
 def test_accelerate_copies_and_computes_in_turn_from_pageable_memory():
     plan, times = times_of("--model opt-13b --engine accelerate --cpu-offload")
     computing = times_of("--model opt-13b --engine resident")[1].step.seconds
-    assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 10e9 + computing)
+    assert times.step.seconds == pytest.approx(plan.engine_plan.fetched_bytes / 10e9 + computing)
     on_disk = times_of("--model opt-13b --engine accelerate --disk-offload")[1].step
-    assert on_disk.seconds == pytest.approx(times.step.seconds + plan.weights.fetched_bytes / 3e9)
+    assert on_disk.seconds == pytest.approx(times.step.seconds + plan.engine_plan.fetched_bytes / 3e9)
     assert on_disk.bound_by == "disk"
 
 
 def test_deepspeed_takes_at_least_what_the_link_takes():
     plan, times = times_of("--model opt-13b --cpu-offload")
-    assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.bounds_because
+    assert times.step.seconds == pytest.approx(plan.engine_plan.fetched_bytes / 55e9) and times.bounds_because
     assert times.in_words().startswith("at most ") and "(decode step at least " in times.in_words()
     assert "first token at least " in times.in_words()
     assert times.bounds_because == ("the overhead of deepspeed was not measured",)
     pageable = times_of("--model opt-13b --cpu-offload --pin-memory 0")[1]
-    assert pageable.step.seconds == pytest.approx(plan.weights.fetched_bytes / 10e9)
+    assert pageable.step.seconds == pytest.approx(plan.engine_plan.fetched_bytes / 10e9)
     disk = times_of("--model opt-13b --disk-offload")[0]
-    assert disk.times.step.seconds == pytest.approx(disk.weights.disk_bytes / 3e9)
+    assert disk.times.step.seconds == pytest.approx(disk.engine_plan.disk_bytes / 3e9)
 
 
 HOOKS = EngineOverhead(
@@ -154,7 +154,7 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
     options = "--model opt-13b --cpu-offload --quant-bits 4"
     machine = replace(FAST, engine_overheads=(HOOKS,))
     plan, times = times_of(options, machine)
-    traced, fetches = plan.job.empty_model.traced_pass(plan.job.spec, 1, 128 + 16), plan.weights.cost_terms.fetches
+    traced, fetches = plan.job.empty_model.traced_pass(plan.job.spec, 1, 128 + 16), plan.engine_plan.cost_terms.fetches
     assert times_of(options)[1].bounds_because and not times.bounds_because and fetches > 6 * 40
     host_s = traced.launches * OPERATOR_S + fetches * 1e-3
     assert times.step.seconds == pytest.approx(host_s + 1e-3, rel=1e-3) and times.step.bound_by == "launches"
@@ -174,10 +174,10 @@ def test_the_link_rests_while_deepspeed_asks_for_further_weights():
     machine = replace(FAST, engine_overheads=(hooks, codes))
     for options in ("--model opt-13b --cpu-offload", "--model opt-13b --cpu-offload --quant-bits 4"):
         plan, times = times_of(options, machine)
-        link_s = plan.weights.fetched_bytes / 55e9
+        link_s = plan.engine_plan.fetched_bytes / 55e9
         assert times.step.bound_by == times.prefill.bound_by == "link"
-        assert times.step.seconds == pytest.approx(link_s + plan.weights.cost_terms.fetches * 1e-4)
-        assert times.prefill.seconds == pytest.approx(link_s + plan.weights.cost_terms.fetches * 2e-4)
+        assert times.step.seconds == pytest.approx(link_s + plan.engine_plan.cost_terms.fetches * 1e-4)
+        assert times.prefill.seconds == pytest.approx(link_s + plan.engine_plan.cost_terms.fetches * 2e-4)
 
 
 def test_a_prefill_waits_for_the_start_of_its_generation():
@@ -189,7 +189,7 @@ def test_a_prefill_waits_for_the_start_of_its_generation():
     assert with_it.step == without.step
     late = replace(starts, prefill_piece_s=0.02)
     blocks = times_of(options, replace(FAST, engine_overheads=(late,)))
-    assert blocks[0].weights.cost_terms.fetches == 40 and blocks[1].prefill.bound_by == "launches"
+    assert blocks[0].engine_plan.cost_terms.fetches == 40 and blocks[1].prefill.bound_by == "launches"
     assert blocks[1].prefill.seconds > 40 * 0.02 and blocks[1].step == without.step, "graphs of a step send for nothing"
 
 
@@ -208,7 +208,7 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
         plan = planned(f"--model opt-13b {options} {SIZES}", Machine(machine))
         dense = plan.job.sizes.parameter_bytes
         layer_bytes = 2 * (12 * 5120**2 + 13 * 5120)  # the first decoder layer comes to the host to be compared
-        expected = sum(dense / rate for rate in parts) + plan.weights.footprint.host / 5.0
+        expected = sum(dense / rate for rate in parts) + plan.engine_plan.footprint.host / 5.0
         expected += layer_bytes / COMPARED_GB_PER_S
         assert plan.predicted.load_s == pytest.approx(expected / 1e9 + (2.0 + 40 * 0.1) * ("deepspeed" in options))
     checkpoint = ["--model", str(checkpoints("llama")), "--engine", "resident", "--prompt-len", "8", "--gen-len", "4"]
@@ -220,7 +220,7 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     assert planned(" ".join(checkpoint), Machine(unknown)).predicted.load_s is None
     assert planned(f"--model opt-13b --engine resident {SIZES}", Machine(FAST)).predicted.load_s is None
     on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", Machine(machine))
-    assert on_disk.weights.footprint.disk and on_disk.predicted.load_s is None, "how fast the disk writes is not known"
+    assert on_disk.engine_plan.footprint.disk and on_disk.predicted.load_s is None, "the disk's write rate is not known"
 
 
 def of_attending(seconds: float, copying: float) -> tuple[EngineOverhead, EngineOverhead]:
@@ -243,20 +243,20 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     attending, sooner = times_of(options, machine)
     slow = replace(machine, engine_overheads=of_attending(0.03, 0.001))
     copying, later = times_of(options, slow)
-    assert attending.weights.cost_terms.cpu_attention_layers == 40
-    assert copying.weights.cost_terms.cpu_attention_layers == 0
+    assert attending.engine_plan.cost_terms.cpu_attention_layers == 40
+    assert copying.engine_plan.cost_terms.cpu_attention_layers == 0
     assert sooner.step.seconds < later.step.seconds < 40 * 0.03
-    assert copying.weights.in_words() == [
+    assert copying.engine_plan.in_words() == [
         "the CPU computes nothing: a step with CPU attention is predicted to take longer"
     ]
     # as it was asked for
-    assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.cost_terms.cpu_attention_layers == 40
-    weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights
+    assert times_of(f"{options} --cpu-compute 0.5", slow)[0].engine_plan.cost_terms.cpu_attention_layers == 40
+    weights = times_of(f"{options} --gpu-memory 0", slow)[0].engine_plan
     assert weights.cost_terms.cpu_attention_layers == 0 and weights.cpu_bytes > 0, "they multiply all the same"
     said = "the CPU backend does not compute attention: a step with CPU attention is predicted to take longer"
     assert said in weights.in_words()
     both = replace(machine, engine_overheads=of_attending(0.03, 0.03))
-    assert times_of(options, both)[0].weights.cost_terms.cpu_attention_layers == 40, "copying costs as much"
+    assert times_of(options, both)[0].engine_plan.cost_terms.cpu_attention_layers == 40, "copying costs as much"
 
 
 @pytest.mark.parametrize("options", ["--gpu-memory 0", ""])
@@ -264,7 +264,7 @@ def test_keys_and_values_that_are_not_page_locked_cross_the_link_more_slowly(opt
     """Whether weights cross it, too, or not."""
     options = f"--model opt-13b --engine stream --kv-offload --batch-size 64 {options}"
     locked, without = times_of(f"{options} --pin-kv-cache"), times_of(options)
-    kv_bytes = without[0].weights.copied_kv_bytes
+    kv_bytes = without[0].engine_plan.copied_kv_bytes
     assert kv_bytes == 64 * 144 * 2 * 40 * 5120 * 2
     longer_s = kv_bytes / 10e9 - kv_bytes / 55e9
     assert without[1].step.seconds - locked[1].step.seconds == pytest.approx(longer_s, rel=0.02)
@@ -328,7 +328,7 @@ def test_a_step_has_the_attention_of_each_layer(options, heads, key_heads, layer
 def test_the_cores_work_beside_the_link():
     machine = replace(FAST, cores=MACHINE.cores)
     plan, times = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0", machine)
-    weights = plan.weights
+    weights = plan.engine_plan
     alone = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute off", machine)[1]
     assert times.step.seconds < 0.6 * alone.step.seconds
     blocks = [weights.placement.blocks[index] for index in weights.placement.cpu_computed]
@@ -338,7 +338,7 @@ def test_the_cores_work_beside_the_link():
     assert times.step.seconds >= (weights.fetched_bytes + weights.cpu_bytes) / 150e9, "never faster than both together"
     alone = without_short_prompts(plan)
     assert times.prefill.seconds < alone.times.prefill.seconds / MIN_GAIN, "128 tokens are few enough for the cores"
-    found = alone.weights.placement
+    found = alone.engine_plan.placement
     first = set(found.in_host_memory[: found.ring_depth]).intersection(found.streamed)
     assert 0 < len(first) < found.ring_depth, "of what the ring holds for a decode step, the prefill needs these soon"
     rows = 128 * 5120 * 2  # of the input embedding, in host memory
@@ -361,7 +361,7 @@ def test_products_with_codes_are_taken_from_what_was_measured():
     options = "--model llama-2-13b --engine stream --quant-bits 4"
     plan, of_codes = times_of(options, machine)
     of_memory = times_of(options)[1]
-    stored = plan.weights.weight_bytes - 2 * 32000 * 5120 * 2
+    stored = plan.engine_plan.weight_bytes - 2 * 32000 * 5120 * 2
     gained = of_codes.step.seconds - of_memory.step.seconds
     assert gained == pytest.approx(stored * (1 / 1000e9 - 1 / 4200e9), rel=0.02)
     calls = tuple(replace(each, call_s=1e-4) for each in rates)
@@ -427,7 +427,8 @@ def test_steps_with_the_cores_are_predicted_to_10_percent(empty_models):
         step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
         errors.append(step_s / plan.times.step.seconds - 1)
         assert abs(errors[-1]) < 0.1, name
-        moved = 0 if record["stream"].get("embedding_on_host") else plan.weights.placement.embedding_bytes  # since then
+        # since then
+        moved = 0 if record["stream"].get("embedding_on_host") else plan.engine_plan.placement.embedding_bytes
         assert plan.predicted.peak_host_bytes - moved == pytest.approx(record["peak_host_bytes"], rel=0.05)
     assert (
         abs(statistics.median(errors)) < 0.06

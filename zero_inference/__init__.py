@@ -1,4 +1,4 @@
-"""Inference of models larger than the GPU, each number beside the limit of the machine.
+"""Inference of models larger than the GPU, each figure compared with the hardware's limit.
 
     from zero_inference import run, plan, load
 

@@ -11,7 +11,7 @@ def program() -> None:
     code = console_main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as run_model.py does, and why is said there; a plan saves a second
+    os._exit(code)  # see run_model.py; a plan saves a second
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from zero_inference.utils.format import first_line, printable
 from zero_inference.utils.processes import as_installed_command, launcher_watch, move_rank_option
 from zero_inference.utils.progress import Progress, first_rank, importing
 
-FIRST_RANK_SPEAKS_S = 10.0
+FIRST_RANK_SPEAKS_S = 10.0  # other ranks wait before they report bad usage, which the first one usually reports
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code in a shell when the reader has closed the pipe
 
 DESCRIPTION = "Generate text with a language model that is bigger than the GPU, and measure how fast it is."
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parser:
-    """Return the parser of the `zero-inference` command, for the whole command line, and the words after `--`, which `compare` gives to
-    every run."""
+    """Return the parser of the `zero-inference` command. `argv` is the whole command line, for the record of a run; `after` are the words
+    after `--`, which `compare` passes to each run."""
     from zero_inference.architectures import command as compare
     from zero_inference.hardware import command as link
     from zero_inference.micro import command as micro
@@ -149,7 +149,7 @@ def _guarded(action: Callable[[], int], verbose: int) -> int:
             print(printable(traceback.format_exc()), file=sys.stderr)
         rank = os.environ.get("RANK", "0")
         if isinstance(error, UsageError) and rank.isdigit() and int(rank):
-            time.sleep(FIRST_RANK_SPEAKS_S)  # which usually found the same; its launcher then ends this process
+            time.sleep(FIRST_RANK_SPEAKS_S)  # the launcher ends this process after the first rank's message
         known = isinstance(error, (UsageError, RunError))
         complain(str(error) if known else f"{type(error).__name__}: {first_line(error)} (--verbose 2 shows where)")
         return 2 if isinstance(error, UsageError) else 1

@@ -25,7 +25,7 @@ class DoesNotFit(UsageError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory was missing, also by a library's message: then no file is to blame."""
+    """Return whether memory was missing, also by a library's message."""
     while True:
         text = str(error).lower()
         if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):

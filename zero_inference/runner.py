@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging as transformers_logging
 
+from zero_inference.config.option import hyphens
 from zero_inference.config.options import LOG_PREFIX, OPTIONS, PATHS
 from zero_inference.config.run_config import RunConfig, non_default_options, save_options
 from zero_inference.engines.deepspeed.plan import read_ds_config
@@ -46,8 +47,8 @@ from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group,
 
 # Paths may differ from node to node; the content of the files is compared where it matters.
 NOT_COMPARED = (*PATHS, "verbose")
-SAMPLE_BYTES = 1 << 16
-Questions = dict[str, list[dict]]
+SAMPLE_BYTES = 1 << 16  # hashed at both ends of a file of weights
+Questions = dict[str, list[dict]]  # items of --quality-data by task
 
 
 class FinishedRun(NamedTuple):
@@ -142,8 +143,10 @@ def _measure(
 ) -> tuple[Any, Any, list[str]]:
     """Load and measure; fill `files`. Return the generated ids (int64 [batch, gen_len]), the tokenizer, and the prompts in short."""
     config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
-    files.request = files.request.model_copy(update={"pin_memory": plan.weights.pinned})
-    if config.disk_offload and not plan.weights.footprint.disk:  # all are smaller than what the engine writes to disk
+    files.request = files.request.model_copy(update={"pin_memory": plan.engine_plan.pinned})
+    if (
+        config.disk_offload and not plan.engine_plan.footprint.disk
+    ):  # each is smaller than what the engine writes to disk
         files.move(log_path(config, ranks, "cpu"), files.request.model_copy(update={"weights_place": "cpu"}))
     check_memory(plan)
     ids, tokenizer, note = prompt_ids(config, spec)
@@ -162,7 +165,7 @@ def _measure(
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)
         files.result.measured = summarize_measurement(session, load_s, compile_s() - compiled_before_s)
-        if warning := steadiness.spread_warning(files.result.measured.evenness):
+        if warning := steadiness.spread_warning(files.result.measured.spread):
             progress.say(warning)
         if config.trace:
             with files.noting("trace", config.trace):
@@ -179,10 +182,8 @@ def build_request(
     config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str], chosen: AutoChoice | None
 ) -> Request:
     """Return what is known of the request before the plan; `pin_memory` is as given until then."""
-    found_later = ("quant_group_size", "dtype", "dummy_routing")  # as resolved
-    given = {
-        name: getattr(config, name) for name in Request.model_fields if name in OPTIONS and name not in found_later
-    }
+    resolved = ("quant_group_size", "dtype", "dummy_routing")  # passed as resolved
+    given = {name: getattr(config, name) for name in Request.model_fields if name in OPTIONS and name not in resolved}
     return Request(
         **given,
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -205,7 +206,7 @@ def weights_place(config: RunConfig, ranks: Ranks) -> str:
 
 
 def log_path(config: RunConfig, ranks: Ranks, place: str | None = None) -> Path:
-    """Return --log-file, or a name built from the options in --log-dir, and from where the weights are if that is another `place`."""
+    """Return --log-file, or a file of --log-dir named after the options; `place` is where the weights are if that is not as asked."""
     if config.log_file:
         return Path(config.log_file)
     place = place or weights_place(config, ranks)
@@ -232,7 +233,7 @@ def refuse_differences(ranks: Ranks, compared: Callable[[], dict[str, Any]]) -> 
 def compared_options(config: RunConfig, spec: ModelSpec, ranks: Ranks, questions: Questions) -> dict[str, Any]:
     """Return what the ranks must have in common before they plan: options, model, versions."""
     options = {name: value for name, value in config.as_dict().items() if name not in NOT_COMPARED}
-    return {f"--{name.replace('_', '-')}": value for name, value in options.items()} | {
+    return {f"--{hyphens(name)}": value for name, value in options.items()} | {
         "--trace": bool(config.trace),
         "--ds-config": read_ds_config(config.ds_config),
         "the device": ranks.device.type,

@@ -40,8 +40,8 @@ from zero_inference.utils.ranks import detect_ranks, hold_process_group
 MAX_LENGTH = 2048  # tokens of a sequence without `max_length`
 APPENDING_MODES = ("greedy_search", "sample")  # modes of generation that only append to keys and values
 SUPPORTED_ADAPTERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
-OWN_HOOKS = ("transformers.", "zero_inference.")  # packages whose hooks change no results
-ENGINES = ("zero_inference.", "deepspeed.", "accelerate.")  # packages whose code places weights
+HARMLESS_HOOKS = ("transformers.", "zero_inference.")  # packages whose hooks change no results
+ENGINE_PACKAGES = ("zero_inference.", "deepspeed.", "accelerate.")  # whose code may set the data of parameters
 CANNOT_MOVE = "the engine has placed the weights, and they cannot be moved or cast: load the model again."
 _DEEPSPEED_LOCK = threading.RLock()  # DeepSpeed has one stack of running modules for the whole process
 _of_parent: list[_State] = []  # in a forked child: the parent's models, whose release would free what the parent uses
@@ -118,8 +118,8 @@ def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
             model.tokenizer.pad_token = model.tokenizer.eos_token
     model.max_length = config.positions
     model.placement = [
-        f"engine {config.engine}, {config.quant_bits} bits: weights {plan.weights.describe_location()}",
-        *plan.weights.in_words(),
+        f"engine {config.engine}, {config.quant_bits} bits: weights {plan.engine_plan.describe_location()}",
+        *plan.engine_plan.in_words(),
         f"memory for {config.batch_size} x {config.positions} tokens; keys and values "
         f"{'in host memory' if config.kv_offload else 'where the model computes'}",
     ]
@@ -173,12 +173,12 @@ class _State:
         self.changed_modules: set[nn.Module] = set()
         self.adapters: list[Any] = []
         self.versions: dict[int, int] = {}  # by id; accelerate makes new parameters in each pass
-        free = set(map(id, loaded.writable))
+        writable = set(map(id, loaded.writable))
         self.parameters = [
             (m._parameters, name, f"{path}.{name}".lstrip("."))
             for path, m in (loaded.model.named_modules() if self.frozen else ())
             for name, p in m._parameters.items()
-            if p is not None and id(p) not in free
+            if p is not None and id(p) not in writable
         ]
         for holder, name, _ in self.parameters:
             parameter = dict.__getitem__(holder, name)  # DeepSpeed's [] fetches it
@@ -213,7 +213,7 @@ class _State:
         for module, hooks, own in self.hooks:
             if len(hooks) != len(own):
                 origins = [getattr(hook, "__module__", None) or "" for key, hook in hooks.items() if key not in own]
-                if not all(origin.startswith(OWN_HOOKS) for origin in origins):
+                if not all(origin.startswith(HARMLESS_HOOKS) for origin in origins):
                     new.add(module)
         changed = not new <= self.changed_modules
         if self.frozen and changed:
@@ -262,11 +262,11 @@ class _State:
                 "use one of these, or load the model without kv_offload."
             )
         self.check_size(rows, tokens)
-        # A given length that does not fit is refused, one of the checkpoint's settings is shortened. Without either transformers has a
-        # default of its own, which the hook before each call checks.
-        for name, before in {"max_new_tokens": tokens, "max_length": 0}.items():
+        # A length of the caller that does not fit is refused, one of the checkpoint's settings is shortened. Without either transformers
+        # has a default of its own, which `pre_forward` checks.
+        for name, not_counted in {"max_new_tokens": tokens, "max_length": 0}.items():
             if asked := call.get(name) or getattr(own_settings, name, None):
-                self.check_size(rows, before + asked)
+                self.check_size(rows, not_counted + asked)
                 break
         else:
             planned, longest = self.config.batch_size, self.config.positions
@@ -282,7 +282,7 @@ class _State:
         return {name: self._to_device(value) for name, value in call.items()}
 
     def _next_cache(self, rows: int, returned: bool) -> Any:
-        """Return an empty cache for `rows` sequences, not used again if it is `returned` to the caller; None for transformers' own."""
+        """Return an empty cache for `rows` sequences, not reused if it is `returned` to the caller; None for transformers' own."""
         on_host = self.config.kv_offload
         if returned or (on_host and rows != self.cache_rows):
             self.cache = None  # before more memory is taken
@@ -504,4 +504,4 @@ class FrozenParameter(nn.Parameter):
 
 def _caller_is_engine() -> bool:
     """Return whether the caller of this property is an engine's code."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(ENGINES)
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(ENGINE_PACKAGES)

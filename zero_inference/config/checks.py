@@ -15,7 +15,7 @@ MAX_WINDOW = 1024  # tokens; perplexity without --perplexity-window
 
 def check(config: Options) -> None:
     """Raise UsageError with the first contradiction: the request, the problem and the fix."""
-    for contradictions in (_in_numbers, _in_engine, _in_needs, _in_prompts, _in_outputs, _in_quality):
+    for contradictions in (_in_model_and_work, _in_engine, _in_needs, _in_prompts, _in_outputs, _in_quality):
         for message in contradictions(config):
             raise UsageError(message)
     for name in ("trace", "save_config", "quality_items"):
@@ -23,7 +23,7 @@ def check(config: Options) -> None:
             check_output_file(OPTIONS[name].flag, path)
 
 
-def _in_numbers(config: Options) -> Iterator[str]:
+def _in_model_and_work(config: Options) -> Iterator[str]:
     name = config.model
     if name.lower().endswith(".gguf"):
         yield f"--model {name}: GGUF is not read; give the repository or folder in transformers' format."

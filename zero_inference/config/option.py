@@ -23,12 +23,12 @@ DTYPES = (AUTO, "float16", "bfloat16", "float32")
 QUANT_BITS = (16, 8, 4)
 SIZE_HELP = "a plain number is in GiB; 10GiB and 10G are 10 x 2^30 bytes, 10GB is 10 x 10^9"
 
-_DTYPES = {"fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16"}
-_DTYPES |= dict.fromkeys(("fp32", "f32", "float", "single"), "float32")
+_DTYPE_OF = {"fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16"}
+_DTYPE_OF |= dict.fromkeys(("fp32", "f32", "float", "single"), "float32")
 _BITS = {form.format(bits): bits for bits in QUANT_BITS for form in ("{}", "{}bit", "{}-bit", "int{}", "uint{}", "q{}")}
 _BITS |= dict.fromkeys(("fp16", "bf16", "float16", "bfloat16", "half", "none"), 16)
-_QUANTIZED_TYPES = dict.fromkeys(("int8", "uint8", "8bit", "8-bit", "fp8", "float8"), 8)
-_QUANTIZED_TYPES |= dict.fromkeys(("int4", "uint4", "nf4", "fp4", "4bit", "4-bit"), 4)
+_QUANTIZED_BITS = dict.fromkeys(("int8", "uint8", "8bit", "8-bit", "fp8", "float8"), 8)
+_QUANTIZED_BITS |= dict.fromkeys(("int4", "uint4", "nf4", "fp4", "4bit", "4-bit"), 4)
 
 
 def read_flag(value: Any) -> bool:
@@ -114,11 +114,11 @@ def read_assignments(value: Any) -> str:
 def read_dtype(value: Any) -> str:
     """Return the name in DTYPES of a spelling such as fp16, half or torch.float16 (text or type); an unknown one as it is."""
     name = str(value).strip().lower().removeprefix("torch.")
-    if bits := _QUANTIZED_TYPES.get(name):
+    if bits := _QUANTIZED_BITS.get(name):
         raise ValueError(
             f"products are computed in 16 or 32 bits. To store weights in {bits} bits, use --quant-bits {bits}"
         )
-    return _DTYPES.get(name, name)
+    return _DTYPE_OF.get(name, name)
 
 
 def read_bits(value: Any) -> Any:

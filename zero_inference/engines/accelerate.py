@@ -20,7 +20,7 @@ from zero_inference.engines.base import (
     Footprint,
     Job,
     LoadedModel,
-    Progress,
+    LoadProgress,
     refuse_written_weights,
 )
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, reserve
@@ -80,7 +80,7 @@ def check(plan: EnginePlan) -> None:
         check_offload_folder(plan.job.config.offload_path, plan.footprint.disk)
 
 
-def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedModel:
+def load(plan: EnginePlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
     """Load into host memory, then `cpu_offload` or `disk_offload` with the device to execute on."""
     from accelerate import cpu_offload, disk_offload
 

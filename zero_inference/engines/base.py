@@ -34,7 +34,7 @@ from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import Transfers
 
-Progress = Callable[[int], None]
+LoadProgress = Callable[[int], None]  # gets the bytes of each loaded parameter
 MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; smaller on other GPUs
 
 

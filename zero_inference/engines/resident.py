@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress
+from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, LoadProgress
 from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.weights import load_weights
 
@@ -19,7 +19,7 @@ def check(plan: EnginePlan) -> None:
     """Check nothing."""
 
 
-def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedModel:
+def load(plan: EnginePlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
     """Copy each weight to the device as it is read."""
     job, model = plan.job, plan.job.empty_model.model
     device = job.ranks.device

@@ -32,7 +32,7 @@ from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group,
 
 # Libraries of engines; the smaller one first, since both stay in this process.
 LIBRARIES = ("accelerate", "deepspeed")
-LAYERS, WIDTH = 8, 256
+LAYERS, WIDTH = 8, 256  # of the thin model
 # With a GPU more tokens than the fused kernels take; without one so few that they take no longer than one.
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
 # Tokens of a loop: few with a GPU, for many prefills, of which the fastest counts.
@@ -40,14 +40,14 @@ TOKENS, LOOPS = {"cuda": 4, "cpu": 12}, 2
 # Alternations of a model and the baseline, since the load of a shared host changes within seconds.
 ALTERNATIONS = {"cuda": 4, "cpu": 1}
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
-LAUNCHED: dict[str, Any] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
+STREAMED: dict[str, Any] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
 RESIDENT: dict[str, Any] = {"cpu_compute": "off", "decode_graph": "off"}  # with a GPU: all weights are resident
 COPIED: dict[str, Any] = {"kv_offload": True}  # with a GPU: keys and values are copied from host memory
 OFFLOADED: dict[str, Any] = {"cpu_offload": True}
 # By engine and bits, whose code for fetching and dequantizing differs.
 ENGINES = (
-    ("stream", 16, LAUNCHED),
-    ("stream", 4, LAUNCHED),
+    ("stream", 16, STREAMED),
+    ("stream", 4, STREAMED),
     ("stream", 4, RESIDENT),
     ("stream", 16, {"kv_offload": True, "cpu_compute": "1"}),
     ("resident", 16, COPIED),
@@ -132,7 +132,7 @@ class _ThinModel:
             start_s=max(0.0, base_prefill_s - base_step_s),
             step_piece_s=max(0.0, step_s - base_step_s) / max(1, self.units),
             prefill_piece_s=max(0.0, prefill_s - base_prefill_s - dequantize_s) / max(1, self.units),
-            dequantized_gb_per_s=self.plan.weights.measure_dequantized_gb_per_s(self.plan.job.spec.dtype),
+            dequantized_gb_per_s=self.plan.engine_plan.measure_dequantized_gb_per_s(self.plan.job.spec.dtype),
             dequantized_float16_gb_per_s=self._measure_float16_dequantization(),
         )
 
@@ -140,7 +140,7 @@ class _ThinModel:
         """Return the GB/s at which the engine dequantizes to float16 on a GPU, where the thin model is bfloat16; None on a CPU, and, with
         a message on stderr, if the engine's kernel cannot be compiled."""
         try:
-            return self.plan.weights.measure_dequantized_gb_per_s(torch.float16) if self.plan.job.on_gpu else None
+            return self.plan.engine_plan.measure_dequantized_gb_per_s(torch.float16) if self.plan.job.on_gpu else None
         except Exception as error:  # also of compilers
             config = self.plan.job.config
             print(f"{config.engine}, {config.quant_bits} bits, float16: {error}", file=sys.stderr)
@@ -203,7 +203,7 @@ def _load_or_print(
     try:
         config = RunConfig(**settings, **options).validate()
         plan = plan_run(config, resolve_model(config, kind), ranks)
-        job, terms = plan.job, plan.weights.cost_terms
+        job, terms = plan.job, plan.engine_plan.cost_terms
         step = job.empty_model.traced_pass(job.spec, 1, job.config.prompt_len)  # while the model is empty
         assert step is not None, "a Llama runs on the meta device"
         dequantizes = job.config.quantized and 0 < terms.fused_rows < job.config.prompt_len

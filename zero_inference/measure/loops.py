@@ -22,7 +22,7 @@ from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
 from zero_inference.utils.interpreter import freeze_existing_objects
 from zero_inference.utils.ranks import Ranks
 
-SETTLED_LOOPS = 3
+STEADY_LOOPS = 3  # latest warm-up loops that `is_steady` compares
 MAX_SETTLING = 4  # generations after the warm-up, one for each decision that the stream engine may still have to make
 
 
@@ -109,9 +109,9 @@ def measure_loops(
 
 
 def is_steady(times_s: list[float], share: float) -> bool:
-    """Return whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
-    latest = times_s[-SETTLED_LOOPS:]
-    return len(latest) == SETTLED_LOOPS and relative_spread(latest) <= share
+    """Return whether the latest `STEADY_LOOPS` times lie within `share` of their median."""
+    latest = times_s[-STEADY_LOOPS:]
+    return len(latest) == STEADY_LOOPS and relative_spread(latest) <= share
 
 
 def generate_ids(
@@ -153,13 +153,13 @@ class _ForcedTokens(StoppingCriteria):
     def __init__(self, tokens: torch.Tensor, prompt_len: int):
         self.tokens, self.prompt_len = tokens, prompt_len
         self.selected = torch.zeros_like(tokens)
-        self.go_on = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        self.not_done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
 
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         step = input_ids.shape[1] - self.prompt_len - 1
         self.selected[:, step] = input_ids[:, -1]
         input_ids[:, -1] = self.tokens[:, step]  # `generate` makes the next step's input from this tensor
-        return self.go_on
+        return self.not_done
 
 
 class _StepClock(StoppingCriteria):
@@ -176,7 +176,7 @@ class _StepClock(StoppingCriteria):
     ):
         self.transfers, self.device, self.report, self.ends_early = loaded.transfers, loaded.device, report, ends_early
         self.on_gpu = loaded.device.type == "cuda"
-        self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
+        self.not_done = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
         self.moved: list[tuple[int, ...]] = []
         self.experts: list[tuple[int, ...]] = []
@@ -197,7 +197,7 @@ class _StepClock(StoppingCriteria):
         if self.transfers.expert_counts is not None:
             self.experts.append(self.transfers.expert_counts())
         self.report(len(self.moved))
-        return ~self.go_on if self.ends_early() else self.go_on
+        return ~self.not_done if self.ends_early() else self.not_done
 
     def _mark(self) -> None:
         mark: Any = time.perf_counter()

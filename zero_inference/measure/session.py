@@ -35,7 +35,7 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.patch import apply_norm_kernels, prepare_norm_kernels, unpatch_norms
 from zero_inference.planning import roofline
-from zero_inference.planning.cost import Range, seconds_in_words
+from zero_inference.planning.cost import seconds_in_words
 from zero_inference.planning.memory import log_sizes
 from zero_inference.planning.plan import Plan
 from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates, TracedLinkUse
@@ -94,9 +94,9 @@ class LinkMonitor:
         """Return the rate of the rounds, the sum over the ranks, which call it together."""
         return Rate(*(_sum_over_ranks(self.ranks, value) for value in rate_of(self.rounds)))
 
-    def __call__(self) -> None:
-        """Read what the loop before did, and measure: called before each loop and after the last. The peak of device memory leaves the
-        measurement out."""
+    def between_loops(self) -> None:
+        """Take the last loop's use of link and memory, and measure; called before each loop and after the last. `peak_gpu_bytes` leaves
+        the measurement out."""
         if self.in_loop:
             if self.timeline is not None and (use := self.timeline.link_use()) is not None:
                 self.uses.append(use)
@@ -121,7 +121,7 @@ def measure_rates(
     spec: ModelSpec,
     link: LinkMonitor,
     weight_bytes: int,
-    cores: CpuBackendUse | None = None,
+    cpu_backend: CpuBackendUse | None = None,
 ) -> Rates:
     """Measure the rates, in about a second on a GPU, a quarter without one, and longer for a disk. Those of the CPU are the plan's.
 
@@ -145,8 +145,8 @@ def measure_rates(
             lambda: matmul_tflops(device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
-        link_beside_cores_gb_per_s=None if cores is None else cores.link_gb_per_s,
-        cores_gb_per_s=None if cores is None else cores.of_step_gb_per_s,
+        link_beside_cores_gb_per_s=None if cpu_backend is None else cpu_backend.link_gb_per_s,
+        cores_gb_per_s=None if cpu_backend is None else cpu_backend.of_step_gb_per_s,
     )
 
 
@@ -222,14 +222,14 @@ def loaded_model(
     """
     job, norm_kernels = plan.job, plan.job.config.norm_kernels
     unused_because = prepare_norm_kernels(norm_kernels, job.spec.config.model_type, job.ranks.device, progress.say)
-    fuses = has_kernels(job, progress)
-    routers = detect_routers(job.empty_model.model, job.ranks.device) if fuses else {}
+    with_kernels = has_kernels(job, progress)
+    routers = detect_routers(job.empty_model.model, job.ranks.device) if with_kernels else {}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
-        plan.weights.prepare()
+        plan.engine_plan.prepare()
     job.ranks.barrier()  # time in which another rank compiles or tries kernels is not loading
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        reference = ReferenceLayers(plan.weights, compared)
+        reference = ReferenceLayers(plan.engine_plan, compared)
         with reference.capture_weights():
             loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
     with contextlib.ExitStack() as closing:
@@ -239,9 +239,9 @@ def loaded_model(
         progress.close()
         predicted, planned = plan.predicted, ""
         if predicted.load_s is not None and predicted.load_range_s is not None:
-            planned = f"; planned: {seconds_in_words(predicted.load_s, Range(*predicted.load_range_s))}"
+            planned = f"; planned: {seconds_in_words(predicted.load_s, predicted.load_range_s)}"
         progress.say(f"loaded {format_bytes(loaded.weight_bytes)} of weights in {three_digits(load_s)} s{planned}")
-        for line in plan.weights.in_words():
+        for line in plan.engine_plan.in_words():
             progress.say(line)
         closing.callback(unpatch_norms, loaded.model)
         loaded.facts |= apply_norm_kernels(norm_kernels, unused_because, loaded.model, progress.say)
@@ -252,7 +252,7 @@ def loaded_model(
                 f"{shorten_names(names)}"
             )
         closing.enter_context(install_routing_kernel(loaded.model, routers))
-        if fuses:
+        if with_kernels:
             closing.enter_context(rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype))
         yield loaded, load_s, lambda: reference.compare(loaded, progress.say)
 
@@ -304,7 +304,7 @@ def measure_run(
             ranks,
             make_cache,
             forced_tokens,
-            between_loops=link,
+            between_loops=link.between_loops,
             progress=task.at,
             warmup_spread=config.warmup_spread,
         )
@@ -366,7 +366,7 @@ def link_use_in(events: list[dict]) -> TracedLinkUse | None:
     begins = sorted(
         event["ts"] for event in events if event.get("name") == "layer 0" and event.get("cat") == "user_annotation"
     )
-    copies = sorted(
+    copies = sorted(  # (begin in us, end in us, bytes)
         (event["ts"], event["ts"] + event["dur"], event.get("args", {}).get("bytes", 0))
         for event in events
         if event.get("cat") == "gpu_memcpy" and event.get("name", "").startswith("Memcpy HtoD")
@@ -374,16 +374,17 @@ def link_use_in(events: list[dict]) -> TracedLinkUse | None:
     copies = [copy for copy in copies if len(begins) > 1 and copy[0] >= begins[1]]
     if not copies:
         return None
-    busy, reached = 0.0, copies[0][0]
-    for start, end, _ in copies:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    copied = sum(nbytes for _, _, nbytes in copies)
+    begin_us = end_us = copies[0][0]
+    busy_us = 0.0
+    for copy_begin_us, copy_end_us, _ in copies:
+        busy_us += max(0.0, copy_end_us - max(copy_begin_us, end_us))
+        end_us = max(end_us, copy_end_us)
+    copied_bytes = sum(nbytes for _, _, nbytes in copies)
     return TracedLinkUse(
-        busy_s=busy / 1e6,
-        idle_s=(reached - copies[0][0] - busy) / 1e6,
-        copied_bytes=copied,
-        gb_per_s_while_busy=copied / (busy / 1e6) / 1e9 if busy else None,
+        busy_s=busy_us / 1e6,
+        idle_s=(end_us - begin_us - busy_us) / 1e6,
+        copied_bytes=copied_bytes,
+        gb_per_s_while_busy=copied_bytes / (busy_us / 1e6) / 1e9 if busy_us else None,
     )
 
 
@@ -396,14 +397,13 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         statistics.median(getattr(loop, name) for loop in measurement.loops)
         for name in ("prefill_s", "decode_s", "total_s")
     )
-    mine = measurement.loops[-1].moved
-    moved = mine.model_copy(
-        update={
-            name: ranks.total(int(nbytes))
-            for name, nbytes in mine
-            if name.endswith("bytes_per_step") and nbytes is not None
-        }
-    )
+    moved = measurement.loops[-1].moved
+    totals = {
+        name: ranks.total(int(nbytes))
+        for name, nbytes in moved
+        if name.endswith("bytes_per_step") and nbytes is not None
+    }
+    moved = moved.model_copy(update=totals)
     all_read = steps and not job.sizes.chooses_experts
     work = roofline.step_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
     ahead_bytes = ranks.total(link.ahead_bytes())
@@ -421,7 +421,7 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         warmed_up=measurement.warmed_up,
         settling_s=measurement.settling_s,
         loops=measurement.loops,
-        evenness=steadiness.decode_spread(measurement.loops),
+        spread=steadiness.decode_spread(measurement.loops),
         prefill_latency_s=prefill_s,
         prefill_throughput=batch * config.prompt_len / prefill_s,
         decode_latency_s=decode_s,

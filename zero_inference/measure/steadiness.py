@@ -41,9 +41,9 @@ def decode_spread(loops: Sequence[Loop]) -> DecodeSpread:
     )
 
 
-def describe_slow_step(evenness: DecodeSpread) -> str | None:
+def describe_slow_step(spread: DecodeSpread) -> str | None:
     """Return a line about a decode step that is much slower than the median, or None."""
-    at, ratio = evenness.slowest_step_at, evenness.slowest_step_over_median
+    at, ratio = spread.slowest_step_at, spread.slowest_step_over_median
     if at is None or ratio is None or ratio <= SLOW_STEP:
         return None
     return (
@@ -51,12 +51,12 @@ def describe_slow_step(evenness: DecodeSpread) -> str | None:
     )
 
 
-def spread_warning(evenness: DecodeSpread) -> str | None:
+def spread_warning(spread: DecodeSpread) -> str | None:
     """Return the warning for loops that differ by more than `UNEVEN_LOOPS`, or None."""
-    if (evenness.decode_spread or 0.0) <= UNEVEN_LOOPS:
+    if (spread.decode_spread or 0.0) <= UNEVEN_LOOPS:
         return None
     return (
-        f"warning: the decode times of the loops differ by {evenness.decode_spread:.0%} of their median, so the median is "
+        f"warning: the decode times of the loops differ by {spread.decode_spread:.0%} of their median, so the median is "
         "just as uncertain; stop other programs, or use more --loops and --warmup"
     )
 

@@ -15,7 +15,6 @@ from zero_inference.config.options import (
     QUANTIZING_ENGINES,
     SHARDING_ENGINES,
     STREAM_OPTIONS,
-    UNTIL_PLANNED,
 )
 from zero_inference.config.run_config import RunConfig, shell_words
 from zero_inference.engines.base import Job
@@ -25,9 +24,9 @@ from zero_inference.planning.memory import node_needs
 from zero_inference.planning.plan import Plan, plan_with
 from zero_inference.utils.format import significant
 
-Fields = dict[str, Any]  # of a RunConfig, to be changed
+Fields = dict[str, Any]  # other values of options, by field name of RunConfig
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-MAX_PAIRS = 3
+MAX_PAIRS = 3  # of changes that fit, in one error
 MIN_SPEEDUP = 1.5  # of options that `faster_than` names
 
 
@@ -43,7 +42,7 @@ def fitting_plan(job: Job, fields: Fields) -> Plan | None:
 def changes_that_fit(job: Job) -> list[str]:
     """Return options to add so that `job` fits, each planned: single changes, or the cheapest pairs where none does. Only the mildest
     change of each kind (8 or 4 bits, smaller and smaller batches) is named."""
-    return list(_fitting(_changes(job), job)) or list(islice(_fitting(_pairs(job), job), MAX_PAIRS))
+    return list(_options_that_fit(_changes(job), job)) or list(islice(_options_that_fit(_pairs(job), job), MAX_PAIRS))
 
 
 def advice_to_fit(job: Job, changes: Sequence[str], shorter: bool = False) -> str:
@@ -99,7 +98,7 @@ def _pairs(job: Job) -> list[Fields]:
     return [both for _, both in sorted(pairs.values(), key=lambda pair: pair[0])]
 
 
-def _fitting(choices: Iterable[Fields], job: Job) -> Iterator[str]:
+def _options_that_fit(choices: Iterable[Fields], job: Job) -> Iterator[str]:
     """Yield the options of those of `choices` that fit; of choices that set the same fields only the first."""
     names_found = set()
     for fields in choices:
@@ -113,7 +112,8 @@ def _options(config: RunConfig, fields: Fields) -> str:
     changed = {name: value for name, value in fields.items() if value != getattr(config, name)}
     drop = [name for name in ("cpu_offload", *STREAM_OPTIONS) if name in changed and changed[name] == DEFAULTS[name]]
     add = shell_words({name: value for name, value in changed.items() if name not in drop})
-    flags = [OPTIONS[name].flag for name in drop if name != "cpu_offload" or config.engine != "stream"]  # it implies it
+    # --cpu-offload was not typed where the stream engine implies it
+    flags = [OPTIONS[name].flag for name in drop if name != "cpu_offload" or config.engine != "stream"]
     return " ".join(add) + (f" instead of {' '.join(flags)}" if flags else "")
 
 
@@ -137,7 +137,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch
     (not with the goal "latency"); none with the goal "memory", where no speed is predicted, and for several ranks.
 
-    Fewer bits have to gain as much over the best engine with the bits of `plan`.
+    If another engine is named, fewer bits have to be `MIN_SPEEDUP` times as fast as that.
     """
     config = plan.job.config
     if plan.times is None or plan.job.ranks.world_size > 1 or goal == "memory":
@@ -151,7 +151,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     batches = [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size]
     if goal == "latency" or config.prompt or config.prompts:
         batches = []
-    found, engine_speedup = [], 1.0
+    found, engine_speedup = [], 1.0  # of the engine in `found`
     for choices in (engines, bits, batches):
         plans = [(fields, fitting_plan(plan.job, fields)) for fields in choices]
         timed = [(fields, other) for fields, other in plans if other and other.times]
@@ -160,7 +160,8 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
         fields, best = max(timed, key=lambda each: each[1].tokens_per_s)
         speedup = best.tokens_per_s / plan.tokens_per_s
         if speedup >= MIN_SPEEDUP * (engine_speedup if choices is bits else 1.0):
-            options = shell_words({name: value for name, value in fields.items() if name in UNTIL_PLANNED})
+            shown = ("engine", "quant_bits", "batch_size")  # the offload follows from the engine
+            options = shell_words({name: value for name, value in fields.items() if name in shown})
             found.append(Faster(" ".join(options), best.tokens_per_s, speedup, best.times.is_bound))
             engine_speedup = speedup if choices is engines else engine_speedup
     return found
@@ -168,7 +169,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
 
 def what_does_not_fit(plan: Plan) -> str:
     """Return what is missing and what would fit."""
-    # an engine may refuse a plan that meets all needs
+    # `_least_plan` also returns plans that meet all needs and that their engine refuses
     short = next((need for need in plan.needs if not need.fits), plan.needs[0])
     changes = changes_that_fit(plan.job)
     return f"{plan.describe(work=True)}: needs {short.shortage()}" + (f"; fits with {changes[0]}" if changes else "")
@@ -177,11 +178,11 @@ def what_does_not_fit(plan: Plan) -> str:
 def check_memory(plan: Plan) -> None:
     """Raises UsageError where weights, KV cache and ids, or all of them, exceed the memory. Only what is needed for certain counts: no
     activations and no gathered weights, which `--dry-run` estimates."""
-    job, footprint = plan.job, plan.weights.footprint
+    job, footprint = plan.job, plan.engine_plan.footprint
     device, host = footprint.device - footprint.gathered, footprint.host
-    loading = max(host, footprint.loading - (0 if job.on_gpu else device))
+    loading = max(host, footprint.loading - (0 if job.on_gpu else device))  # host memory besides the device's bytes
     cache_device = job.min_cache_device_bytes
-    cache_host = job.kv_host_bytes + 8 * job.config.batch_size * job.length  # and all ids in every rank, as int64
+    cache_host = job.kv_host_bytes + 8 * job.config.batch_size * job.length  # every rank has all ids, as int64
     cache_name = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
     for what, device_bytes, host_bytes in (
         ("its weights and their buffers", device, loading),

@@ -60,7 +60,7 @@ def _option(name: str, group: str, **changes: Any) -> Option:
     return replace(declared, group=group, help=HELP.get(name, declared.help), **changes)
 
 
-def _open(name: str, group: str, if_left_out: str, **changes: Any) -> Option:
+def _searched(name: str, group: str, if_left_out: str, **changes: Any) -> Option:
     """Return an option whose values are all tried where it is left out."""
     return _option(name, group, default=None, default_help=if_left_out, until_planned=None, **changes)
 
@@ -73,15 +73,15 @@ PLAN_OPTIONS = {
         _option("trust_remote_code", _WORK),
         _option("prompt_len", _WORK, default_help=None, least=1),
         _option("gen_len", _WORK),
-        _open("batch_size", _WORK, "1 to 64"),
-        _open("quant_bits", _SEARCH, "16, 8 and 4"),
-        _open("engine", _SEARCH, "all"),
-        _open("kv_offload", _SEARCH, "both are tried", kind="word", choices=("on", "off")),
+        _searched("batch_size", _WORK, "1 to 64"),
+        _searched("quant_bits", _SEARCH, "16, 8 and 4"),
+        _searched("engine", _SEARCH, "all"),
+        _searched("kv_offload", _SEARCH, "both are tried", kind="word", choices=("on", "off")),
         _option("goal", _SEARCH, default="throughput", default_help=None),
         _option("verify", _SEARCH, default=0, kind="int", least=0),
-        _open("num_gpus", _MACHINE, "1, 2, 4 and so on, and all", kind="int"),
-        _open("max_gpu_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
-        _open("max_host_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
+        _searched("num_gpus", _MACHINE, "1, 2, 4 and so on, and all", kind="int"),
+        _searched("max_gpu_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
+        _searched("max_host_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
         _option("machine", _MACHINE),
         _option("assume", _MACHINE),
     )
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arguments_from_keywords(given: Mapping[str, Any]) -> argparse.Namespace:
-    """Return the same namespace for keywords of `zero_inference.plan`; None is the default. Raises UsageError."""
+    """Return the namespace of the command's options for keywords of `zero_inference.plan`; None is the default. Raises UsageError."""
     found: dict[str, Any] = {name: option.default for name, option in PLAN_OPTIONS.items()}
     for name, value in given.items():
         if value is None:
@@ -169,8 +169,8 @@ def search(args: argparse.Namespace, say: Callable[[str], None]) -> SearchResult
     check_model(config, spec)
     world_sizes, limited = _world_sizes(args, machine.gpus()), _limit_memory(args, machine)
     measure_if_unknown(machine, say)
-    asked: dict[str, Any] = {"engines": args.engine, "quant_bits": args.quant_bits, "batch_sizes": args.batch_size}
-    asked["kv_offload"] = args.kv_offload and [args.kv_offload == "on"]
+    asked = {"engines": args.engine, "quant_bits": args.quant_bits, "batch_sizes": args.batch_size}
+    asked |= {"kv_offload": args.kv_offload and [args.kv_offload == "on"]}
     given: dict[str, Any] = {name: tuple(dict.fromkeys(choices)) for name, choices in asked.items() if choices}
     found = find_candidates(build_job(config, spec, ranks, machine=limited), world_sizes=world_sizes, **given)
     found.candidates = ranked(found.candidates, args.goal)
@@ -188,7 +188,7 @@ def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
             continue
         option = f"--max-{place}-memory {gib:g}"
         if not 0 < gib <= MAX_GIB:
-            raise UsageError(f"{option}: must be more than 0 GiB.")
+            raise UsageError(f"{option}: must be more than 0 GiB, and at most {MAX_GIB} GiB.")
         if place == "gpu" and not gpus:
             raise UsageError(f"{option}: the machine has no GPU; use --max-host-memory, or drop it.")
         if profile is not None:
@@ -202,7 +202,7 @@ def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
 
 
 def _world_sizes(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:
-    """Return the numbers of ranks to plan for; 1 for a machine without a GPU.
+    """Return the numbers of ranks to plan for: --num-gpus, or 1, 2, 4 and so on, and all GPUs; 1 for a machine without a GPU.
     Raises UsageError: the machine has fewer GPUs, or no batch divides over them."""
     for number in args.num_gpus or ():
         if not 1 <= number <= gpus:

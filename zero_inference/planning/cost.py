@@ -1,6 +1,6 @@
 """The cost model: predicted seconds of a prefill, of a decode step and of loading, from a plan and the rates of a machine.
 
-    device_s  = sum over operators of max(bytes / memory rate + its weights (`weight_times`), flops / matmul rate, launch_floor)
+    device_s  = sum over operators of max(other bytes / memory rate + weights (`weight_times`), flops / matmul rate, launch_floor)
     launch_s  = max(0, host_s - device_s - cpu_s) + selecting a token      the host launches while device and CPU work
     compute_s = device_s + cpu_s + launch_s
     pass_s    = max(compute_s, link_s, peers_s, disk_s)                    with a GPU and overlapping copies; their sum otherwise
@@ -45,7 +45,7 @@ CPU_DEQUANTIZED_ROWS = 128
 
 
 class Range(NamedTuple):
-    """Low and high end of a prediction, or as multiples of one."""
+    """Low and high end of a prediction, or these as multiples of it."""
 
     low: float
     high: float
@@ -86,10 +86,10 @@ class Times:
     batch_size: int
     prefill: PassTime  # until the first token
     step: PassTime  # a decode step at the mean length
-    bounds_because: tuple[str, ...] = ()  # reasons why the times are lower bounds; empty where they are not
-    with_host: bool = True  # the times include kernel launches
-    without_cores: bool = False  # a run may use the CPU backend, whose rate is unknown, and be faster
-    lacks_overhead: bool = False  # the engine's overhead is large and was not measured, so a run is slower
+    bounds_because: tuple[str, ...]  # reasons why the times are lower bounds; empty where they are not
+    with_host: bool  # the times include kernel launches
+    without_cores: bool  # a run may use the CPU backend, whose rate is unknown, and be faster
+    lacks_overhead: bool  # the engine's overhead is large and was not measured, so a run is slower
 
     @property
     def left_out(self) -> list[str]:
@@ -161,8 +161,8 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
     bounds_because = tuple(reason for reason, holds in reasons.items() if holds)
     if bounds_because:
         prefill, step = replace(prefill, kind=None), replace(step, kind=None)
-    lacks_launches, lacks_cpu = machine.launches is None, plan.cost_terms.cpu_rate_unknown
-    return Times(config.batch_size, prefill, step, bounds_because, not lacks_launches, lacks_cpu, lacks_overhead)
+    with_host, without_cores = machine.launches is not None, plan.cost_terms.cpu_rate_unknown
+    return Times(config.batch_size, prefill, step, bounds_because, with_host, without_cores, lacks_overhead)
 
 
 def _overhead(plan: EnginePlan, machine: HardwareProfile) -> EngineOverhead | None:
@@ -202,27 +202,25 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     if prefill and job.spec.experts[0] and job.on_gpu:
         device_s *= MOE_PREFILL_SLOWDOWN
     overhead, host_s = _overhead(plan, machine), host_time_s(plan, machine, traced, prefill)
-    # before that, nothing but the ring's prefetch is copied
     start_s = overhead.start_s if overhead and prefill else 0.0
-    late_s = max(0.0, host_s - device_s - cpu.wait_s) if job.on_gpu else host_s
+    late_s = max(0.0, host_s - device_s - cpu.wait_s) if job.on_gpu else host_s  # device and CPU wait for the host
     compute_parts = {
         "matmul" if total_s(matmul_s) > device_s / 2 else memory_name: device_s,
         "launches": late_s + (launches.step_s if launches else 0.0) + start_s,
         "cores": cpu.wait_s,
     }
     if copy_s["link"]:
-        request_s = start_s
-        if terms.copies_wait_for_host:  # for hooks alone, not for dequantization
+        copy_s["link"] += start_s  # only the ring's prefetch is copied earlier
+        if terms.copies_wait_for_host:  # for hooks, measured without quantization: dequantizing delays no copies
             fetches = terms.fetches if prefill or not terms.graphs else 0
-            request_s += fetches * _fetch_s(find_engine_overhead(machine, job.config.engine), prefill)
-        copy_s["link"] += request_s
+            copy_s["link"] += fetches * _piece_s(find_engine_overhead(machine, job.config.engine), prefill)
     compute_s = sum(compute_parts.values())
     if not job.on_gpu or not terms.copies_overlap:  # without a GPU all share the memory and the CPU
         parts, pass_s = compute_parts | copy_s, compute_s + sum(copy_s.values())
     else:
-        parts = {**copy_s, max(compute_parts, key=lambda each: compute_parts[each]): compute_s}
+        parts = {**copy_s, _largest(compute_parts): compute_s}
         pass_s = max(parts.values())
-    bound_by = max(parts, key=lambda each: parts[each])
+    bound_by = _largest(parts)
     if not job.on_gpu:
         return PassTime(pass_s, bound_by)
     if terms.copies_overlap and not prefill:
@@ -234,6 +232,10 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
         return PassTime(pass_s, bound_by, "launched" if launched else "step with the CPU" if cpu.wait_s else "prefill")
     launched = late_s > WAITED_SHARE * pass_s and compute_s > LAUNCHED_SHARE * pass_s
     return PassTime(pass_s, bound_by, "step with the CPU" if cpu.wait_s else "launched" if launched else "step")
+
+
+def _largest(parts: dict[str, float]) -> str:
+    return max(parts, key=lambda name: parts[name])
 
 
 def _decode_attention_s(plan: EnginePlan, machine: HardwareProfile, operator: Operator, launch_floor_s: float) -> float:
@@ -254,12 +256,12 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
     """Return the seconds in which the host launches operators, calls modules and requests copies, without selecting a token. Where
     launches were not measured, the host is assumed to be never late."""
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
-    host_s = terms.cpu_attention_layers * _fetch_s(find_engine_overhead(machine, "stream", kv_offload=True), prefill)
-    host_s += plan.copied_kv_layers * _fetch_s(find_engine_overhead(machine, "resident", kv_offload=True), prefill)
+    host_s = terms.cpu_attention_layers * _piece_s(find_engine_overhead(machine, "stream", kv_offload=True), prefill)
+    host_s += plan.copied_kv_layers * _piece_s(find_engine_overhead(machine, "resident", kv_offload=True), prefill)
     if terms.graphs and not prefill:
         return host_s
-    host_s += terms.fetches * _fetch_s(_overhead(plan, machine), prefill)
-    host_s += terms.resident_quantized_blocks * _fetch_s(
+    host_s += terms.fetches * _piece_s(_overhead(plan, machine), prefill)
+    host_s += terms.resident_quantized_blocks * _piece_s(
         find_engine_overhead(machine, "stream", 4, resident=True), prefill
     )
     if launches:
@@ -271,7 +273,7 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
     return host_s
 
 
-def _fetch_s(overhead: EngineOverhead | None, prefill: bool) -> float:
+def _piece_s(overhead: EngineOverhead | None, prefill: bool) -> float:
     """Return the host's seconds for one copy of weights, one quantized block, or one layer whose KV cache is in host memory."""
     return 0.0 if overhead is None else overhead.prefill_piece_s if prefill else overhead.step_piece_s
 
@@ -315,14 +317,15 @@ def weight_times(
         found = product_time(machine, dtype, rows)
         return ByteCost(1 / memory_gb_per_s) if found is None else ByteCost(1 / found.gb_per_s, found.call_s)
 
-    def codes(rows: int, weight_format: str, ratio: float) -> ByteCost:
+    def codes(rows: int, weight_format: str, stored_ratio: float) -> ByteCost:
+        """Return the cost of a weight stored as codes, `stored_ratio` bytes for each in the model's dtype."""
         found = product_time(machine, weight_format, rows)
         if found and (terms.fused_rows or not device_codes):
-            return ByteCost(ratio / found.gb_per_s, found.call_s)
+            return ByteCost(stored_ratio / found.gb_per_s, found.call_s)
         if not device_codes or rows <= terms.fused_rows:
-            return ByteCost(ratio / memory_gb_per_s)
-        product, call_s = plain(rows)
-        return ByteCost((ratio + 1) / memory_gb_per_s + product, call_s)
+            return ByteCost(stored_ratio / memory_gb_per_s)
+        product_ns, call_s = plain(rows)
+        return ByteCost((stored_ratio + 1) / memory_gb_per_s + product_ns, call_s)
 
     def as_stored(rows: int) -> ByteCost:
         """Return the cost of a weight that is stored as the engine stores layers."""
@@ -333,10 +336,10 @@ def weight_times(
         return codes(rows, layer_format, ratio)
 
     number, chosen = job.spec.experts
-    share = chosen / number if number else 0.0
+    chosen_share = chosen / number if number else 0.0
     together = pairs_together(tokens * chosen, number) if number and fused else max(1, tokens)
-    expert_reads = mean_reads(tokens, share, together)
-    expert_tokens = max(1, round(tokens * share / expert_reads)) if number else tokens  # of one read
+    expert_reads = mean_reads(tokens, chosen_share, together)
+    expert_tokens = max(1, round(tokens * chosen_share / expert_reads)) if number else tokens  # of one read
     if device_codes and not fused:  # all experts are dequantized first, however few tokens one has
         expert_tokens = max(expert_tokens, terms.fused_rows + 1)
     layers, experts = as_stored(tokens), as_stored(expert_tokens)
@@ -351,15 +354,15 @@ def weight_times(
             dequantize_ns = max(0.0, ratio / coded.gb_per_s - 1 / uncoded.gb_per_s)
 
     def seconds(operator: Operator) -> float:
-        calls = bool(operator.flops) and not (fused and operator.same_input)  # a kernel of its own
+        own_kernel = bool(operator.flops) and not (fused and operator.same_input)
         is_head = operator.flops > 0 and 0 < terms.head_plain_bytes <= operator.outside_bytes
-        parts = (
+        parts = (  # the device's share, bytes, reads of them, cost
             (1.0, operator.outside_bytes, 1.0, head if is_head else outside),
             (1 - cpu.layer_share, operator.layer_bytes, 1.0, layers),
             (1 - cpu.expert_share, operator.expert_bytes, expert_reads, experts),  # one kernel for all experts
         )
         products_s = sum(
-            share * (reads * nbytes * cost.ns_per_byte / 1e9 + calls * cost.call_s)
+            share * (reads * nbytes * cost.ns_per_byte / 1e9 + own_kernel * cost.call_s)
             for share, nbytes, reads, cost in parts
             if nbytes
         )
@@ -429,8 +432,8 @@ def _seconds(nbytes: float, gb_per_s: float | None, name: str) -> float:
 
 
 def predict_load_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:
-    """Return the seconds of loading the weights of one rank: b / source rate + stored bytes / rate into host memory + b / quantize rate +
-    compared layers + the engine's overhead.
+    """Return the seconds of loading the weights of one rank, which are b bytes in the model's dtype: b / source rate + stored bytes / rate
+    into host memory + b / quantize rate + compared layers + the engine's overhead.
 
     None where a rate is missing, and where weights are written to a disk, whose write rate is not measured. A checkpoint is assumed to be
     on the measured disk and not in the page cache; quantizing takes what this package's operator takes, for every engine.

@@ -41,7 +41,7 @@ from zero_inference.utils.format import (
     significant,
 )
 
-SHOWN, COMMANDS = 10, 3  # rows without --all, and commands below the table
+SHOWN, SHOWN_COMMANDS = 10, 3  # rows without --all, and commands below the table
 COLUMNS = (
     Column("place", ""),
     Column("configuration", "engine, weights", dtype="string"),
@@ -60,7 +60,7 @@ COLUMNS = (
 
 def print_answer(args: argparse.Namespace, found: SearchResult, say: Callable[[str], None]) -> None:
     """Print the table, or the JSON object, of what was found, and draw the picture if asked.
-    Raises UsageError: nothing fits, or nothing is predicted and that was to be drawn or run."""
+    Raises UsageError: nothing fits, or nothing is predicted though --plot or --verify needs predictions."""
     best, verdict = found.candidates, search.headline(found, args.goal)
     if not best and (not found.unknown or args.verify or args.plot):
         raise UsageError(verdict)
@@ -105,7 +105,7 @@ def _print_table(args: argparse.Namespace, found: SearchResult, verdict: str) ->
     print("\n".join([*remarks, *(f"does not fit: {what_does_not_fit(plan)}" for plan in found.too_large)]), end="\n\n")
     options = [f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))]
     comment = f"  # {' '.join(options)}" if options else ""  # only a dry run takes these options
-    for row, plan in [(row, plan) for row, plan in zip(rows, plans) if not row["tried"]][:COMMANDS]:
+    for row, plan in [(row, plan) for row, plan in zip(rows, plans) if not plan.failed][:SHOWN_COMMANDS]:
         print(f"{row['place']}. {plan.describe(work=True)}:\n   {row['command']}{comment}")
     print(f"For the details of one, add {' '.join(['--dry-run', *options])}.", flush=True)
 
@@ -125,10 +125,10 @@ def row_of(plan: Plan, times: Times | None) -> dict[str, Any]:
         "engine": config.engine,
         "quant_bits": config.quant_bits,
         "gpus": plan.job.ranks.world_size if plan.job.on_gpu else 0,
-        "weights": plan.weights_place,
+        "weights": plan.short_placement,
         "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
         "batch_size": config.batch_size,
-        "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
+        "device_bytes": plan.engine_plan.device_peak_bytes if plan.job.on_gpu else None,
         "host_bytes": next(need.needed_bytes for need in plan.needs if need.place == HOST_MEMORY),
         "prefill_s": times and times.prefill.seconds,
         "step_s": times and times.step.seconds,
@@ -145,7 +145,6 @@ def row_of(plan: Plan, times: Times | None) -> dict[str, Any]:
         "with_host": times and times.with_host,
         "without_cores": times and times.without_cores,
         "tried": "failed" if plan.failed else None,
-        "front": False,
         "command": search.command_of(config, plan.job.ranks.world_size),
     }
 
@@ -217,8 +216,8 @@ def print_plan(job: Job, goal: str | None) -> None:
         faster = faster_than(plan, goal) if fits else []
         changes = [] if fits else changes_that_fit(job)
     if fits:
-        predicted = f"Predicted: {plan.times.in_words()}" if plan.times else ""
-        predicted = predicted or f"No speed is predicted: {plan.why_not_predicted}"
+        unknown = f"No speed is predicted: {plan.why_not_predicted}"
+        predicted = f"Predicted: {plan.times.in_words()}" if plan.times else unknown
         load_s, range_s = plan.predicted.load_s, plan.predicted.load_range_s
         loading = "" if load_s is None else f", loading {seconds_in_words(load_s, range_s)}"
         verdict = f"{DoesNotFit.FITS} {predicted}{loading}."
@@ -245,15 +244,15 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     if plan is not None:
         rows += [(need.place, need.in_words()) for need in without_page_locked(plan.needs)]
         if config.quantized:
-            weights = f"{format_bytes(plan.weights.weight_bytes)} in int{config.quant_bits} ({weights})"
-        weights += f"; {plan.weights.describe_location()}"
+            weights = f"{format_bytes(plan.engine_plan.weight_bytes)} in int{config.quant_bits} ({weights})"
+        weights += f"; {plan.engine_plan.describe_location()}"
     place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
     cache = f"{format_bytes(log_sizes(job)['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"
     rows += [("weights", weights), ("KV cache", cache)]
     if plan is not None:
-        rows += [("decode", line) for line in plan.weights.in_words()] + [("experts", plan.unchosen_experts or "")]
+        rows += [("decode", line) for line in plan.engine_plan.in_words()] + [("experts", plan.unchosen_experts or "")]
         if limit := _limit(plan):
-            about = "about" if plan.weights.cost_terms.depends_on_routing else "at most"
+            about = "about" if plan.engine_plan.cost_terms.depends_on_routing else "at most"
             rate, bound = significant(limit["decode_throughput"]), RATE_WORDS[limit["bound_by"]]
             rows.append(("limit", f"{about} {rate} token/s by the rate of {bound} alone"))
         if plan.fits and plan.times:
@@ -264,7 +263,7 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
 def _limit(plan: Plan) -> dict[str, Any] | None:
     """Return the bound of a step by the rates of a described machine alone; None for this machine, whose rates a run measures."""
     machine = plan.job.machine.other
-    if machine is None or not (found := planned_step_bound(plan.weights, machine)):
+    if machine is None or not (found := planned_step_bound(plan.engine_plan, machine)):
         return None
     bound_by, step_s = found
     return {"decode_step_s": step_s, "decode_throughput": plan.job.config.batch_size / step_s, "bound_by": bound_by}
@@ -284,7 +283,7 @@ def _plan_in_json(
     changes_that_fit   options to add, each for itself, where it does not fit
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """
-    weights, machine, times = plan and plan.weights, job.machine.profile(), plan and plan.times
+    weights, machine, times = plan and plan.engine_plan, job.machine.profile(), plan and plan.times
     fits = plan is not None and plan.fits
     resolved = {
         "dtype": job.spec.dtype_name,

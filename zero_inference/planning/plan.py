@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.options import DEFAULTS
+from zero_inference.config.options import DEFAULTS, OPTIONS, SHORT_DTYPES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
-from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
+from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
@@ -31,7 +31,7 @@ from zero_inference.utils.ranks import Ranks
 def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
     """Raises UsageError: several ranks with `auto` options or a batch that they do not divide, or an option that needs a GPU."""
     if config.auto and ranks.world_size > 1:  # they would have to agree
-        options = ", ".join(f"--{name.replace('_', '-')} auto" for name in config.auto)
+        options = ", ".join(f"{OPTIONS[name].flag} auto" for name in config.auto)
         raise UsageError(
             f"{options}: this works in one process only, and {ranks.world_size} were started; name values."
         )
@@ -65,7 +65,6 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
         raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
 
 
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 THIS_MACHINE = Machine()
 
 
@@ -77,13 +76,13 @@ class Plan:
     """
 
     job: Job
-    weights: EnginePlan
+    engine_plan: EnginePlan  # the placement
     measured_tokens_per_s: float | None = None  # of decoding, where `zero-inference plan --verify` ran it
     failed: bool = False  # that run failed
 
     @functools.cached_property
     def needs(self) -> list[Need]:
-        return memory_needs(self.weights)
+        return memory_needs(self.engine_plan)
 
     @property
     def fits(self) -> bool:
@@ -95,7 +94,7 @@ class Plan:
         if machine is None:
             return "there are no current measurements of this machine (zero-inference link --save makes them)"
         try:
-            return predict_times(self.weights, machine)
+            return predict_times(self.engine_plan, machine)
         except NotPredictable as error:
             return str(error)
 
@@ -112,7 +111,7 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         """Predicted token/s of decoding."""
-        return self.job.config.batch_size / self.times.step.seconds
+        return self.times.tokens_per_s
 
     @property
     def best_tokens_per_s(self) -> float:
@@ -132,26 +131,27 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """Bytes on all devices and in host memory."""
-        rank_bytes = self.weights.host_peak_bytes() + (self.weights.device_peak_bytes if self.job.on_gpu else 0)
+        rank_bytes = self.engine_plan.host_peak_bytes() + (self.engine_plan.device_peak_bytes if self.job.on_gpu else 0)
         return self.job.ranks.world_size * rank_bytes
 
     @functools.cached_property
     def predicted(self) -> Predicted:
         """All predictions, for the record."""
-        job, weights, times, steps = self.job, self.weights, self.times, self.job.config.gen_len - 1
-        machine, moved, peak_host_bytes = job.machine.profile(), weights.moved_per_step(), None
+        job, plan, times, steps = self.job, self.engine_plan, self.times, self.job.config.gen_len - 1
+        machine, peak_host_bytes = job.machine.profile(), None
         if machine is not None and machine.process_bytes is not None:
             libraries = machine.process_bytes + machine.library_bytes.get(job.config.engine, 0)
-            peak_host_bytes = libraries - machine.measuring_bytes + weights.host_peak_bytes(machine.measuring_bytes)
-            if job.on_gpu and not weights.measures_link_with_weights:
+            peak_host_bytes = libraries - machine.measuring_bytes + plan.host_peak_bytes(machine.measuring_bytes)
+            if job.on_gpu and not plan.measures_link_with_weights:
                 peak_host_bytes += LINK_BLOCK_BYTES  # the link is measured between loops, while all else is allocated
-        load_s = None if machine is None else predict_load_s(weights, machine)
+        load_s = None if machine is None else predict_load_s(plan, machine)
         values: dict[str, Any] = dict.fromkeys(Predicted.model_fields)
+        values |= {name: int(value or 0) for name, value in plan.moved_per_step() if name in values}
         values |= {
             "load_s": load_s,
             "load_range_s": RANGES["load"].of(load_s) if job.on_gpu and load_s is not None else None,
-            "weight_bytes": weights.weight_bytes,
-            "peak_gpu_bytes": weights.device_peak_bytes if job.on_gpu else None,
+            "weight_bytes": plan.weight_bytes,
+            "peak_gpu_bytes": plan.device_peak_bytes if job.on_gpu else None,
             "peak_host_bytes": peak_host_bytes,
         }
         if times is not None:
@@ -159,17 +159,18 @@ class Plan:
             values |= {"prefill_s": prefill.seconds, "prefill_range_s": prefill.range_s, "bound_by": step.bound_by}
             values["decode_s"] = step.seconds * steps
             values["decode_range_s"] = step.range_s and [steps * each for each in step.range_s]
-        return Predicted(**values | {name: int(value or 0) for name, value in dict(moved).items() if name in values})
+        return Predicted(**values)
 
     @property
-    def weights_place(self) -> str:
-        """ "host", "85% host (CPU 30%)" (the rest is on the device), "device" or "disk"; the CPU's share is the largest of its shares."""
-        weights, terms = self.weights, self.weights.cost_terms
-        if weights.footprint.disk:
+    def short_placement(self) -> str:
+        """ "host", "85% host (CPU 30%)" (the rest is on the device), "device" or "disk"; the CPU's share is that of layers or experts,
+        whichever is larger."""
+        plan, terms = self.engine_plan, self.engine_plan.cost_terms
+        if plan.footprint.disk:
             return "disk"
         if not self.job.on_gpu:
             return "host"
-        share = weights.footprint.host * self.job.ranks.local_world_size / max(1, weights.weight_bytes)
+        share = plan.footprint.host * self.job.ranks.local_world_size / max(1, plan.weight_bytes)
         if not share:
             return "device"
         cpu_share = max(terms.step_cpu.layer_share, terms.step_cpu.expert_share)
@@ -180,13 +181,13 @@ class Plan:
         """Return a text such as "stream int4, 56% host (CPU 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
         config, gpus = self.job.config, self.job.ranks.world_size
         stored = f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[self.job.spec.dtype_name]
-        text = f"{config.engine} {stored}, {self.weights_place}{', KV host' if config.kv_offload else ''}"
+        text = f"{config.engine} {stored}, {self.short_placement}{', KV host' if config.kv_offload else ''}"
         return text + f", batch {config.batch_size}" * work + f", {gpus} GPUs" * (work and gpus > 1)
 
     @property
     def unchosen_experts(self) -> str | None:
         """A line about experts that a decode step copies, or reads from disk, though no token chose them; None where it moves none."""
-        job, plan, terms = self.job, self.weights, self.weights.cost_terms
+        job, plan, terms = self.job, self.engine_plan, self.engine_plan.cost_terms
         number, chosen = job.spec.experts
         idle_share = job.sizes.idle_expert_bytes / max(1, job.sizes.parameter_bytes)
         copies = job.on_gpu or terms.copies_within_host
@@ -199,7 +200,7 @@ class Plan:
     def check(self) -> None:
         """Raises UsageError: this machine lacks something besides memory that the engine needs."""
         if self.job.machine.is_here:
-            engine_module(self.job.config.engine).check(self.weights)
+            engine_module(self.job.config.engine).check(self.engine_plan)
 
     def with_current_memory(self) -> Plan:
         """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
@@ -208,11 +209,11 @@ class Plan:
             return self
         return make_plan(replace(self.job, free_device_bytes=self.job.machine.free_device_bytes(self.job.ranks, True)))
 
-    def load(self, progress: Progress = lambda done: None) -> LoadedModel:
+    def load(self, progress: LoadProgress = lambda done: None) -> LoadedModel:
         """Return the model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError."""
         self.predicted  # noqa: B018  while the model is empty
-        self.weights.prepare()
-        return engine_module(self.job.config.engine).load(self.weights, progress)
+        self.engine_plan.prepare()
+        return engine_module(self.job.config.engine).load(self.engine_plan, progress)
 
 
 def build_job(
@@ -248,7 +249,7 @@ def make_plan(job: Job) -> Plan:
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
     plan = _without_cpu_prefill_if_slower(Plan(job, engine_module(job.config.engine).plan(job)))
-    alternative = None if job.machine.profile() is None else plan.weights.alternative()
+    alternative = None if job.machine.profile() is None else plan.engine_plan.alternative()
     if alternative is None or plan.times is None:
         return plan
     other = _without_cpu_prefill_if_slower(Plan(job, alternative))
@@ -257,12 +258,12 @@ def make_plan(job: Job) -> Plan:
 
 
 def _without_cpu_prefill_if_slower(plan: Plan) -> Plan:
-    """Return `plan`, or the same with prompts computed by the device alone where the CPU shortens the predicted prefill, which counts
-    launches as well, by less than `MIN_GAIN`."""
-    weights = plan.weights.without_short_prompts()
-    if weights is None or plan.times is None:
+    """Return `plan`, or the same with prompts computed by the device alone where the CPU shortens the predicted prefill by less than
+    `MIN_GAIN`. The engine decided without kernel launches, which this prediction counts."""
+    on_device = plan.engine_plan.without_short_prompts()
+    if on_device is None or plan.times is None:
         return plan
-    other = Plan(plan.job, weights)
+    other = Plan(plan.job, on_device)
     gains = other.times is None or other.times.prefill.seconds >= MIN_GAIN * plan.times.prefill.seconds
     return plan if gains else other
 

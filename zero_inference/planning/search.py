@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, OPTIONS, QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
@@ -37,12 +37,12 @@ OFFLOADS: dict[str, tuple[Fields, ...]] = {
     "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
     "accelerate": ({"cpu_offload": True}, {"disk_offload": True}),
 }
-MIN_GAIN = 1.05  # in token/s, for which the KV cache is moved to host memory
-MIN_KV_SHARE = 0.05  # of device memory, which the KV cache takes, for host memory to be tried
+MIN_KV_GAIN = 1.05  # speedup for which the KV cache is moved to host memory
+MIN_KV_SHARE = 0.05  # share of device memory that the KV cache takes, for host memory to be tried
 ALL_IN_HOST_MEMORY = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
 TRIAL_TOKENS = 17  # of a run of `verify`: 16 steps
 MAX_OTHERS = 5  # alternatives in the record of a choice
-FIRST = {"throughput": "Fastest", "latency": "Shortest decode step", "memory": "Least memory"}  # by goal
+BEST_WORDS = {"throughput": "Fastest", "latency": "Shortest decode step", "memory": "Least memory"}  # by goal
 
 
 @dataclass
@@ -97,11 +97,11 @@ def find_candidates(
                 fields["offload_dir"] = DEFAULTS["offload_dir"]
             too_large: list[Plan] = []
             for each in jobs:
-                part = _plan_batches(each, fields, batch_sizes, kv_offload)
-                found.candidates += part.candidates
-                found.unknown += part.unknown
-                if part.candidates or part.unknown or part.too_large:
-                    too_large = part.too_large  # of the most GPUs, of which each then needs the least
+                planned = _plan_batches(each, fields, batch_sizes, kv_offload)
+                found.candidates += planned.candidates
+                found.unknown += planned.unknown
+                if planned.candidates or planned.unknown or planned.too_large:
+                    too_large = planned.too_large  # with the most GPUs, each needs the least
             found.too_large += too_large
         if found.candidates or found.unknown:
             break
@@ -120,7 +120,7 @@ def _with_ranks(job: Job, count: int) -> Job:
 
 def _plan_batches(job: Job, fields: Fields, batch_sizes: Collection[int], kv_offload: Sequence[bool]) -> SearchResult:
     """Plan the batches that divide over the ranks, from the smallest up, until one does not fit. A KV cache in host memory is a candidate
-    where its batch fits only so, or decodes faster by `MIN_GAIN`: predictions are not more precise."""
+    where its batch fits only so, or decodes faster by `MIN_KV_GAIN`: predictions are not more precise."""
     found = SearchResult(job)
     tokens_per_s_on_device: dict[int, float] = {}  # by batch
     batch_sizes = sorted(size for size in batch_sizes if size % job.ranks.world_size == 0)
@@ -147,7 +147,7 @@ def _plan_batches(job: Job, fields: Fields, batch_sizes: Collection[int], kv_off
                 continue
             if not on_host:
                 tokens_per_s_on_device[batch_size] = plan.tokens_per_s
-            if not on_host or plan.tokens_per_s >= MIN_GAIN * tokens_per_s_on_device.get(batch_size, 0.0):
+            if not on_host or plan.tokens_per_s >= MIN_KV_GAIN * tokens_per_s_on_device.get(batch_size, 0.0):
                 found.candidates.append(plan)
     return found
 
@@ -156,11 +156,11 @@ def _plan_within_limit(job: Job, options: dict[str, Any]) -> Plan:
     """Return the plan with `options`. Where only a part of the device may be used, a plan of the stream engine names its bytes of weights
     and its ring slots as options, so that its command does the same on the whole device."""
     plan = plan_with(job, **options)
-    nbytes = plan.weights.gpu_memory_bytes
+    nbytes = plan.engine_plan.gpu_memory_bytes
     if job.machine.device_limit_bytes is None or nbytes is None or job.config.gpu_memory is not None:
         return plan
-    options = options | {"ring_depth": job.config.ring_depth or plan.weights.ring_depth}
-    try:
+    options = options | {"ring_depth": job.config.ring_depth or plan.engine_plan.ring_depth}
+    try:  # GiB with four decimals
         return plan_with(job, **options, gpu_memory=math.ceil(1e4 * nbytes / GB) / 1e4)
     except DoesNotFit:  # single experts take all that is left
         return plan_with(job, **options, gpu_memory=math.floor(1e4 * nbytes / GB) / 1e4)
@@ -168,18 +168,18 @@ def _plan_within_limit(job: Job, options: dict[str, Any]) -> Plan:
 
 def _least_plan(job: Job, options: dict[str, Any]) -> tuple[Plan, bool]:
     """Return the plan of the stream engine with as little on the device as possible, unless the user chose that, and whether the engine
-    refuses it too. A refused plan is that of a larger device and of whole layers, with the free bytes of the real one."""
+    refuses it too. A refused plan is made for a device without limit and whole layers, and then compared with the real free bytes."""
     chosen = job.config.ring_depth or job.config.gpu_memory is not None
     try:
         return plan_with(job, **options, **({} if chosen else ALL_IN_HOST_MEMORY)), False
     except DoesNotFit:
         whole_layers = ALL_IN_HOST_MEMORY | {"cpu_compute": "off", "cpu_threads": None}
         found = plan_with(replace(job, free_device_bytes=1 << 60), **options, **whole_layers)
-        return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config))), True
+        return Plan(found.job, replace(found.engine_plan, job=replace(job, config=found.job.config))), True
 
 
 def _kv_cache_is_large(job: Job, batch_size: int) -> bool:
-    """Return whether the KV cache takes enough device memory for host memory to be tried."""
+    """Return whether the KV cache takes at least `MIN_KV_SHARE` of the free device memory and may be in host memory."""
     if why_not_offloaded(job.empty_model.model) or job.free_device_bytes is None:
         return False
     rank_bytes = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
@@ -272,7 +272,6 @@ def choose(
     auto = config.auto
     if not auto:
         return config, None, None
-    options = ", ".join(f"--{name.replace('_', '-')} auto" for name in auto)
     measure_if_unknown(machine, say)
     job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
     offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
@@ -286,7 +285,8 @@ def choose(
         offload=None if by_plan else offload,
     )
     if not found.candidates:
-        raise UsageError(f"{options}: {why_none(found)}")
+        asked = ", ".join(f"{OPTIONS[name].flag} auto" for name in auto)
+        raise UsageError(f"{asked}: {why_none(found)}")
     best, *others = ranked(found.candidates, config.goal or "throughput")
     if config.goal is None:
         best, *others = sorted([best, *others], key=lambda each: -each.job.config.quant_bits)
@@ -320,7 +320,7 @@ def headline(found: SearchResult, goal: str) -> str:
 
     best = found.candidates[0]
     singles = [each for each in found.candidates if each.job.config.batch_size == 1 and not each.failed]
-    line = f"{FIRST[goal]}: {describe(best)}"
+    line = f"{BEST_WORDS[goal]}: {describe(best)}"
     if singles and best.job.config.batch_size > 1:
         line += f" For one sequence: {describe(ranked(singles, 'latency')[0])}"
     return line
@@ -353,7 +353,7 @@ def why_none(found: SearchResult) -> str:
     model = found.job.config.model
     if found.unknown:
         why = why_not_predicted(found.unknown)
-        or_assume = ", or add it to --assume" if "=)" in why else ""  # it names a rate
+        or_assume = ", or add it to --assume" if "=)" in why else ""  # a rate that --assume takes, such as (link=)
         return (
             f"{model}: configurations that fit: {len(found.unknown)}; no speed is predicted, because {why}; "
             f"measure it with zero-inference link --save (--disk DIR for the disk){or_assume}."

@@ -37,13 +37,13 @@ def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Cal
             files.write_failure(reason)
         return "; ".join([reason, *files.unwritten])
 
-    def last_words(reason: str) -> str:
+    def record_and_release(reason: str) -> str:
         try:
             return record_failure(reason)
         finally:
             release()
 
-    watch = PeerWatch(ranks, last_words)
+    watch = PeerWatch(ranks, record_and_release)
     watch.start()
     processes.exit_on_stop()  # a stopped run leaves its record, and no files
     try:
@@ -78,7 +78,7 @@ def explain_failure(error: BaseException, config: RunConfig, ranks: Ranks) -> st
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, KeyboardInterrupt):
         return "stopped by the user"
-    if isinstance(error, SystemExit):  # of signals.exit_on_stop, or of a program that calls this package
+    if isinstance(error, SystemExit):  # of processes.exit_on_stop, or of a program that calls this package
         number = error.code - 128 if isinstance(error.code, int) else 0
         return stopped_by(number, ranks) if number in STOPPING else f"the process exited early ({error.code})"
     if isinstance(error, torch.OutOfMemoryError):

@@ -41,9 +41,9 @@ def key(
     return Field(default, alias=name, description=meaning, json_schema_extra=declared, **more)
 
 
-def inline(default: Any = PydanticUndefined, **more: Any) -> Any:
+def inline(default: Any = PydanticUndefined) -> Any:
     """Declare a field whose keys are written beside the others, and left out all together where it is None."""
-    return Field(default, json_schema_extra={"inline": True}, **more)
+    return Field(default, json_schema_extra={"inline": True})
 
 
 class Part(BaseModel):
@@ -56,7 +56,7 @@ class Part(BaseModel):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> Self:
-        """Return the part as a file has it: what is missing or of another kind is None, an empty list or an empty part."""
+        """Return the part from a file's object: what is missing or of another kind is None, an empty list or an empty part."""
         return cls.model_validate(data, context=READING)
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _as_plain(value: Any) -> Any:
 
 
 class KeyInfo(NamedTuple):
-    """A key with those it is under: `limit.link_gbps`; `loops[].step_s` where each object of a list has it."""
+    """A key by its path: `limit.link_gbps`; `loops[].step_s` where each object of a list has it."""
 
     key: str
     unit: str

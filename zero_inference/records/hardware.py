@@ -20,7 +20,7 @@ RATE_WORDS = {
 }
 HOST_COPY = "host memory copy"  # `link_kind` where there is no GPU, and so no link
 _STREAM = "--engine stream"
-_CORES = "--engine stream with a GPU and --cpu-compute auto or above 0"
+_CPU = "--engine stream with a GPU and --cpu-compute auto or above 0"
 _BUSY = ("s", "time the link was copying")
 _COPIED = ("byte", "bytes that the first rank copied in that time")
 _RATE = ("GB/s", "`copied_bytes` / `busy_s`; null if nothing was copied", "gbps_while_busy")
@@ -41,10 +41,10 @@ class Rates(Part):
     matmul_tflops: float | None = key("TFLOP/s", "large matrix product in the model's dtype; on a CPU also of few rows")
     disk_gb_per_s: float | None = key("GB/s", "direct reads, all nodes; null without --disk-offload", "disk_gbps")
     link_beside_cores_gb_per_s: float | None = key(
-        "GB/s", f"host to device while the CPU multiplies: {_REACHED}", "link_beside_cores_gbps", _CORES, default=None
+        "GB/s", f"host to device while the CPU multiplies: {_REACHED}", "link_beside_cores_gbps", _CPU, default=None
     )
     cores_gb_per_s: float | None = key(
-        "GB/s", f"read by the CPU while the link is busy: {_REACHED}", "cores_gbps", _CORES, default=None
+        "GB/s", f"read by the CPU while the link is busy: {_REACHED}", "cores_gbps", _CPU, default=None
     )
     link_from: str = key("", "what measured `link_gbps`: `rounds` of copies, or the `loops`", default="rounds")
 
@@ -55,7 +55,7 @@ class StepBounds(Part):
     device_memory: float | None = key("s", "to read weights and KV cache", only_with="a known rate", default=None)
     matmul: float | None = key("s", "to compute the matrix products", only_with="a known rate", default=None)
     link: float | None = key("s", "to copy what crosses the link", only_with="a GPU and an offload", default=None)
-    link_and_cores: float | None = key("s", "to copy and to compute, best split", only_with=_CORES, default=None)
+    link_and_cores: float | None = key("s", "to copy and to compute, best split", only_with=_CPU, default=None)
     disk: float | None = key("s", "to read from disk", only_with="--disk-offload and a known rate", default=None)
 
 
@@ -89,7 +89,7 @@ class LinkUse(Part):
 
     @property
     def busy_share(self) -> float:
-        """Share of the time from the first to the last copy."""
+        """Share of the time from the first to the last copy in which the link copied."""
         total = self.busy_s + self.slot_wait_s + self.step_start_s + self.host_late_s
         return self.busy_s / total if total else 0.0
 

@@ -24,7 +24,7 @@ required = partial(key, required=True)
 optional = partial(key, default=None)
 
 _STREAM = "--engine stream"
-_CORES = "--engine stream with --cpu-compute auto or above 0"
+_CPU = "--engine stream with --cpu-compute auto or above 0"
 _EXPERTS = "--engine stream where the CPU multiplies experts and device memory keeps some of these"
 _GRAPH = "--engine stream with --decode-graph auto or on"
 _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
@@ -177,7 +177,7 @@ class Measured(Part):
     warmed_up: bool | None = key("", "whether the warm-up loops had converged; null without --warmup-spread")
     settling_s: list[float] = key("s", "total latency of each generation in which the engine still adjusted itself")
     loops: list[Loop] = required("", "every measured loop")
-    evenness: DecodeSpread = inline()
+    spread: DecodeSpread = inline()
     prefill_latency_s: float = required("s", "time to first token, including its selection; median over loops")
     prefill_throughput: float = required("token/s", "B P / prefill latency")
     decode_latency_s: float = required("s", "total - prefill; median over loops")
@@ -248,7 +248,7 @@ class StreamPlacement(Part):
     embedding_on_host: bool | None = optional("", "the input embedding is in page-locked host memory")
     expert_slots: float | None = optional("experts", "experts in device memory, mean over layers", only_with=_EXPERTS)
     expert_slot_bytes: Number | None = optional("byte", "stored size of all those experts", only_with=_EXPERTS)
-    cores: CpuBackendUse | None = optional("", "the CPU backend; null if it does not multiply", only_with=_CORES)
+    cores: CpuBackendUse | None = optional("", "the CPU backend; null if it does not multiply", only_with=_CPU)
     no_attention_because: str | None = optional("", "why the CPU does not attend over the KV cache in host memory")
     head_bits: int | None = optional("bit", "of the output head's codes; null where it is not quantized")
     decode_graph: DecodeGraph | None = optional("", "decode steps as CUDA graphs", only_with=_GRAPH)

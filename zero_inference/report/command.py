@@ -180,8 +180,8 @@ def print_short(runs: Sequence[Run], sort: str | None = None) -> None:
     sys.stdout.flush()
 
 
-def print_fitted(columns: Sequence[RunColumn], rows: Sequence[Any], where: str) -> None:
-    """Print a table of the columns that fit the terminal, and a line with the hidden ones, which are in `where`."""
+def print_fitted(columns: Sequence[RunColumn], rows: Sequence[Any], advice: str) -> None:
+    """Print a table of the columns that fit the terminal, and a line with the hidden ones and `advice` on how to see them."""
     from rich.cells import cell_len
 
     width, kept, used = _terminal_width(), [], -GAP
@@ -197,7 +197,7 @@ def print_fitted(columns: Sequence[RunColumn], rows: Sequence[Any], where: str) 
     shown = [[row[index] for index in kept] for row in texts]
     print(terminal_table([columns[index] for index in kept], shown, sys.stdout.isatty(), width, GAP), end="")
     if hidden := [column.header.replace("\n", " ") for index, column in enumerate(columns) if index not in kept]:
-        _print_wrapped(f"hidden for width: {', '.join(hidden)}; {where}")
+        _print_wrapped(f"hidden for width: {', '.join(hidden)}; {advice}")
 
 
 def _terminal_width() -> int:

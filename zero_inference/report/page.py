@@ -37,7 +37,7 @@ from zero_inference.utils.format import GIB, one_line, shorten_middle, significa
 FOLDER = Path(__file__).parent
 WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel
 LINE, BAR = 13, 20  # points: a line of text, the bar below it
-LETTERS = 52  # of `WIDTH`
+LETTERS = 52  # that fit into `WIDTH`
 MAX_ROWS = 24  # of a figure, so that a page of paper holds it; the table has all runs
 MAX_FIGURES, MAX_LINES = 6, 12  # of a kind; of a figure
 # Figures are drawn in these colours, which become the variables of page.css: a light and a dark value each.
@@ -110,7 +110,7 @@ def _render_page(source: str, runs: Sequence[Run], all_columns: bool) -> str:
 
 
 def _findings(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return one for each group with a throughput, those with the most runs first.
+    """Return a finding for each group with a throughput, those with the most runs first.
 
     Its `detail` has runs that are as fast, or the next setting; the fraction of the roofline; what would be faster.
     """
@@ -125,7 +125,7 @@ def _findings(runs: Sequence[Run]) -> list[dict[str, Any]]:
         named = [f"{_setting_and_batch(run)}: {three_digits(rate(run))}" for run in others]
         equal = [name for run, name in zip(others, named) if _within_spread(best, run, phase)]
         detail = [
-            limit_in_words(best.measured.limit, best.measured.transfers, best.measured.device != "cpu"),
+            limit_in_words(best.measured),
             faster_in_words(best.request, best.measured),
         ]
         if equal:

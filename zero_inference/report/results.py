@@ -12,8 +12,8 @@ from zero_inference.config.options import QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.errors import RunError
 from zero_inference.measure import steadiness
 from zero_inference.quality import evaluate as quality
-from zero_inference.records.hardware import Limit, LinkUse, TracedLinkUse
-from zero_inference.records.schema import DecodeGraph, EngineFacts, ExpertUse, Measured, MovedPerStep, Request, Result
+from zero_inference.records.hardware import LinkUse, TracedLinkUse
+from zero_inference.records.schema import CpuBackendUse, DecodeGraph, EngineFacts, ExpertUse, Measured, Request, Result
 from zero_inference.records.write import RunLog
 from zero_inference.report.run import model_in_short, weights_in_short
 from zero_inference.utils import processes
@@ -105,13 +105,13 @@ def print_results(request: Request, result: Result) -> None:
     on_gpu, moved, stream = measured.device == "cuda", measured.transfers, engine.stream
     lines = [
         sizes_in_words(request, measured, engine),
-        limit_in_words(measured.limit, moved, on_gpu),
+        limit_in_words(measured),
         faster_in_words(request, measured),
         idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)) if on_gpu else None,
-        cores_in_words(moved, measured, stream.cores) if stream else None,
+        cpu_in_words(measured, stream.cores) if stream else None,
         experts_in_words(measured.experts),
         graph_in_words(stream.decode_graph, on_gpu) if stream else None,
-        steadiness.describe_slow_step(measured.evenness),
+        steadiness.describe_slow_step(measured.spread),
     ]
     scores = {task: scores for task, scores in result.quality.by_task or () if scores is not None}
     lines += [quality.format_scores(task, each.as_dict()) for task, each in scores.items()]
@@ -120,9 +120,9 @@ def print_results(request: Request, result: Result) -> None:
     sys.stdout.flush()
 
 
-def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | None:
+def limit_in_words(measured: Measured) -> str | None:
     """Return the fraction of the roofline that decoding reached, and what bounds it; None if nothing does."""
-    rates = limit.rates
+    limit, rates, moved = measured.limit, measured.limit.rates, measured.transfers
 
     def step(nbytes: float | None) -> str:
         return f"{format_bytes(nbytes or 0)} a step"
@@ -131,10 +131,10 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
         return f"{three_digits(value or 0)} GB/s"
 
     copied, computed = step(moved.host_to_device_bytes_per_step), format_bytes(moved.cores_bytes_per_step or 0)
-    measured = "measured in the loops" if rates.link_from == "loops" else f"+- {(rates.link_spread or 0) / 2:.1%}"
-    memory = "device memory" if on_gpu else "host memory"
+    source = "measured in the loops" if rates.link_from == "loops" else f"+- {(rates.link_spread or 0) / 2:.1%}"
+    memory = "host memory" if measured.device == "cpu" else "device memory"
     words = {
-        "link": f"the link's limit: {copied} at {rate(rates.link_gb_per_s)} ({rates.link_kind}, {measured})",
+        "link": f"the link's limit: {copied} at {rate(rates.link_gb_per_s)} ({rates.link_kind}, {source})",
         "link_and_cores": f"the limit of link and CPU: {copied} over the link "
         f"({rate(rates.link_beside_cores_gb_per_s)}) and {computed} by the CPU ({rate(rates.cores_gb_per_s)})",
         "disk": f"the disk's limit: {step(moved.disk_read_bytes_per_step)} at {rate(rates.disk_gb_per_s)}",
@@ -166,8 +166,9 @@ def faster_in_words(request: Request, measured: Measured) -> str | None:
     return f"faster: {', '.join(options)}" if options else None
 
 
-def cores_in_words(moved: MovedPerStep, measured: Measured, planned: Any) -> str | None:
+def cpu_in_words(measured: Measured, planned: CpuBackendUse | None) -> str | None:
     """Return the bytes that the CPU backend reads in a decode step of the last loop, its rate and the planned one."""
+    moved = measured.transfers
     if not moved.cores_bytes_per_step:
         return None
     line = f"each step: {format_bytes(moved.host_to_device_bytes_per_step or 0)} copied to the device, "

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.engines.base import CostTerms, EnginePlan, Job, LoadedModel, Progress, refuse_written_weights
+from zero_inference.engines.base import CostTerms, EnginePlan, Job, LoadedModel, LoadProgress, refuse_written_weights
 from zero_inference.engines.deepspeed.modules import (
     build_modules,
     check_aio,
@@ -158,7 +158,7 @@ def check(plan: DeepSpeedPlan) -> None:
             check_offload_folder(config.offload_path, plan.footprint.disk * ranks.local_world_size)
 
 
-def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedModel:
+def load(plan: DeepSpeedPlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
     import deepspeed
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.utils import set_z3_leaf_modules

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_inference.engines.base import LoadedModel, Progress
+from zero_inference.engines.base import LoadedModel, LoadProgress
 from zero_inference.engines.stream.cpu import CpuBackend
 from zero_inference.engines.stream.cuda_graph import StepGraph
 from zero_inference.engines.stream.layout import BlockStore
@@ -50,7 +50,7 @@ def check(plan: StreamPlan) -> None:
     pass  # it needs nothing beyond what every engine needs
 
 
-def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
+def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
     job, placement = plan.job, plan.placement
     model, ranks = job.empty_model.model, job.ranks
     layouts = [block.layout for block in placement.blocks]
