@@ -16,6 +16,7 @@ from conftest import VOCAB, small_disk
 from transformers import AutoConfig
 
 from zero_inference.cli import main
+from zero_inference.engines import accelerate
 from zero_inference.engines import offload_folder as workspace
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
 from zero_inference.hardware.bench_copies import disk_read_gb_per_s
@@ -139,6 +140,17 @@ def test_a_disk_that_fills_while_loading(engine, disk_of_8_mib, tmp_path, monkey
     (record,) = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
     assert record["status"] == "failed" and record["error"] in line
     assert os.listdir(disk_of_8_mib) == []
+
+
+def test_accelerate_plans_the_space_of_a_tied_weight_that_it_writes_twice(checkpoints, no_gpu, tmp_path, monkeypatch):
+    planned, written = [], []
+    check, reserve = accelerate.check_offload_folder, accelerate.reserve
+    monkeypatch.setattr(accelerate, "check_offload_folder", lambda *args: planned.append(args[1]) or check(*args))
+    monkeypatch.setattr(accelerate, "reserve", lambda *args: written.append(args[1]) or reserve(*args))
+    options = "--engine accelerate --disk-offload --dtype float32 --prompt-len 4 --gen-len 2 --loops 1 --warmup 0"
+    folders = f"--model {checkpoints('opt')} --offload-dir {tmp_path / 'offload'} --log-file {tmp_path / 'run.log'}"
+    assert main(["run_model.py", *options.split(), *folders.split()]) == 0
+    assert 0 <= sum(written) - planned[0] < 10_000, "its index"
 
 
 def test_a_killed_speed_test_leaves_no_file(tmp_path):

@@ -63,15 +63,15 @@ def plan(job: Job) -> AcceleratePlan:
         )
     model, total = job.empty_model.model, job.sizes.parameter_bytes
     largest = max(p.nbytes for p in model.parameters())
+    # copied, and written to disk, under each name
     fetched = sum(p.nbytes for _, p in model.named_parameters(remove_duplicate=False))
+    disk = fetched if job.config.disk_offload else 0
     if job.config.disk_offload and not job.on_gpu:
         # a weight is copied from its mapped file, whose pages count as the process's
-        footprint = Footprint(device=2 * largest, gathered=2 * largest, disk=total, loading=total)
+        footprint = Footprint(device=2 * largest, gathered=2 * largest, disk=disk, loading=total)
     else:  # a CPU computes with weights in place
-        disk = total if job.config.disk_offload else 0
         footprint = Footprint(device=largest if job.on_gpu else 0, host=total, disk=disk)
-    read = fetched if job.config.disk_offload else 0
-    return AcceleratePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=fetched, disk_bytes=read)
+    return AcceleratePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=fetched, disk_bytes=disk)
 
 
 def check(plan: EnginePlan) -> None:

@@ -324,14 +324,16 @@ def module_peaks(
         dequantized_bytes.append(max(sizes, default=0))
     if not job.on_gpu:  # a CPU keeps one buffer for dequantized weights, see `patch_functionals`
         dequantized_bytes = [max(dequantized_bytes)] * len(fetched)
-    gathered_bytes = [0] * len(fetched)
-    if ranks > 1 or (offloads and job.on_gpu):
+    gathered_bytes = simulate_fetches(fetched, zero)
+    if ranks == 1 and not (offloads and job.on_gpu):
+        gathered_bytes = [0] * len(fetched)
+    else:
         persistent = sum(
             weight.nbytes  # beside the partition, except for a single rank's on the device
             for weight in weights
             if weight.numel <= persistent_numel and (ranks > 1 or locations[weight.name] != "device")
         )
-        gathered_bytes = [persistent + nbytes for nbytes in simulate_fetches(fetched, zero)]
+        gathered_bytes = [persistent + nbytes for nbytes in gathered_bytes]
     begun_layers = accumulate(map(int, is_layer))
     return tuple(
         ModulePeak(layers, gathered + dequantized)
