@@ -36,7 +36,9 @@ def draw(batch, heads, kv_heads, new, positions, dim, value_dim=None, dtype=torc
     return query.to(dtype), cached(dim), cached(value_dim or dim)
 
 
-def assert_right(query, keys, values, instructions=None, threads=1, largest_logit=0.0, logits=PLAIN_LOGITS, **options):
+def assert_right(
+    query, keys, values, instructions="auto", threads=1, largest_logit=0.0, logits=PLAIN_LOGITS, **options
+):
     found = attention(query, keys, values, logits, instructions=instructions, threads=threads, **options)
     flat = (cached.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : options["positions"]] for cached in (keys, values))
     right = attention_reference(query, *(cached[None] for cached in flat), logits, **options)

@@ -238,7 +238,7 @@ def cache_of(loaded) -> expert_cache.ExpertCaches:
 
 
 class Watched:
-    """What tokens chose and what was cached in each call of the experts, noted from the modules' arguments: without graphs, which call no
+    """Notes what tokens chose and what was cached in each call of the experts, from the modules' arguments: without graphs, which call no
     hooks."""
 
     def __init__(self, loaded):

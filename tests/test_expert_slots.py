@@ -1,4 +1,4 @@
-"""What the device computes of experts in slots: any form, stored in any way, against float64."""
+"""The device computes experts in slots: any form, stored in any way, against float64."""
 
 from __future__ import annotations
 

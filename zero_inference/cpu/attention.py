@@ -103,7 +103,7 @@ def attention(
     mask: Tensor | None = None,
     window: int = 0,
     threads: int | None = None,
-    instructions: str | None = None,
+    instructions: str = "auto",
 ) -> Tensor:
     """Return softmax(cap(scale * query keys^T) + slopes * distance + mask) values, accumulated in float32.
 
@@ -117,7 +117,7 @@ def attention(
         mask: bool (True is visible) or float (added), [batch or 1, heads or 1, new, positions or more].
         window: positions that a token sees, its own included; 0: all.
         threads: None: as many as CPUs that this process may use.
-        instructions: one of `INSTRUCTIONS`; None: the best supported.
+        instructions: one of `INSTRUCTIONS`; "auto" is the best supported.
 
     Returns:
         [batch, heads, new, value_dim], a view of [batch, new, heads, value_dim].
@@ -142,7 +142,7 @@ def attention(
         strides = (stride if size > 1 else 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3]))
         arguments.mask, arguments.mask_strides = mask.data_ptr(), _TokenRows(*strides)
         arguments.mask_kind = MASKS[mask.dtype]
-    instruction_set = -1 if instructions is None else INSTRUCTIONS.index(instructions)
+    instruction_set = -1 if instructions == "auto" else INSTRUCTIONS.index(instructions)
     threads = threads or len(os.sched_getaffinity(0))
     if require_library().zero_inference_attention(ctypes.byref(arguments), instruction_set, threads):
         raise _no_memory()

@@ -131,11 +131,11 @@ def multiply_rows(
 
 @torch.no_grad()
 def quantize(
-    weight: Tensor, scheme: GroupQuantization, divides: bool = False, instructions: str | None = None
+    weight: Tensor, scheme: GroupQuantization, divides: bool = False, instructions: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales and minima as `kernels.quantization.quantize` does, on a CPU with csrc/cpu/quantize.cpp where that is available.
 
-    `instructions`: None is the best supported. Raises MemoryError, and ValueError as there.
+    `instructions`: as of `multiply_rows`. Raises MemoryError, and ValueError as there.
     """
     library = load_library() if weight.device.type == "cpu" else None
     if library is None:
@@ -149,7 +149,7 @@ def quantize(
         divides,
         *(part.data_ptr() for part in (codes, scale, minimum)),
         torch.get_num_threads(),
-        -1 if instructions is None else INSTRUCTIONS.index(instructions),
+        -1 if instructions == "auto" else INSTRUCTIONS.index(instructions),
     )
     if result == -2:
         raise ValueError(f"this processor does not have {instructions}")

@@ -167,8 +167,8 @@ class _DeviceSlots:
         """Prefetch the layers after `layer`, which is about to compute. After the last one come the first ones, which already have all
         positions of this step."""
         count = len(self.layers)
-        for ahead in range(1, SLOTS if self.wraps else min(SLOTS, count - layer.index)):
-            following = self.layers[(layer.index + ahead) % count]
+        for offset in range(1, SLOTS if self.wraps else min(SLOTS, count - layer.index)):
+            following = self.layers[(layer.index + offset) % count]
             if following is not layer and following.index not in self.filled:
                 self._fetch(following, following.length, compute)
 

@@ -435,9 +435,9 @@ def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list
 
     most = max(0, bisect_right(range(max(numbers, default=0) + 1), budget, key=taken) - 1)
     slots = [min(most, number) for number in numbers]
-    growing = [place for place, number in enumerate(numbers) if number > most]
-    for place in spread([sizes[place] for place in growing], budget - taken(most)):
-        slots[growing[place]] += 1
+    growing = [layer for layer, number in enumerate(numbers) if number > most]
+    for index in spread([sizes[layer] for layer in growing], budget - taken(most)):
+        slots[growing[index]] += 1
     return slots
 
 
