@@ -137,7 +137,7 @@ class Options:
     warmup: int = _work(1, "generations before the measured ones", least=0)
     warmup_spread: float | None = _work(
         None,
-        "end the warm-up as soon as its last three generations differ by less than this share, such as 0.05; --warmup is then the most",
+        "end the warm-up as soon as its last three generations differ by less than this share, such as 0.05; --warmup is then the maximum",
         kind="share",
         metavar="SHARE",
         default_help="not used",
@@ -166,7 +166,7 @@ class Options:
     kv_offload: bool = _engine(False, "keep the KV cache in host memory")
     pin_kv_cache: bool = _engine(False, "page-lock the KV cache in host memory", needs=("kv_offload",))
     async_kv_offload: bool = _engine(
-        False, "write new keys and values to it while the layers compute", needs=("kv_offload", "pin_kv_cache")
+        False, "copy new keys and values to host memory while the layers compute", needs=("kv_offload", "pin_kv_cache")
     )
     quant_group_size: int | None = _engine(
         None, "quantized weights that share a scale", default_help="64 with 8 bits, 32 with 4", least=2
@@ -198,7 +198,7 @@ class Options:
     )
     cpu_compute: str = _stream(
         AUTO,
-        "share (0 to 1) of the weights in host memory that the CPU computes with there, instead of copying them over the link. auto: the "
+        "share (0 to 1) of the weights in host memory that the CPU multiplies from there; the link copies the others. auto: the "
         "share with which CPU and link finish together; with several GPUs none",
         kind="cpu share",
         metavar="auto|off|SHARE",
@@ -237,18 +237,18 @@ class Options:
     )
     allow_code_execution: bool = _humaneval(False, "humaneval: run the model's programs, in a sandbox")
     allow_unsafe_code: bool = _humaneval(
-        False, "humaneval: run them with resource limits alone where bubblewrap cannot isolate them"
+        False, "humaneval: run programs with resource limits alone where bubblewrap cannot isolate them"
     )
     humaneval_samples: int = _humaneval(1, "programs for each problem; a single one is greedy", least=1)
     humaneval_temperature: float = _humaneval(0.8, "temperature of several samples", kind="positive", metavar="T")
-    humaneval_tokens: int = _humaneval(512, "most tokens of a program", least=1)
+    humaneval_tokens: int = _humaneval(512, "maximum number of tokens of a program", least=1)
     pass_at_k: tuple[int, ...] = _humaneval(
         (), "the k of humaneval's pass@k", metavar="K,...", default_help="those of 1, 10 and 100 that the samples allow"
     )
     perplexity_window: int | None = _perplexity(
         None, "tokens in a window", default_help="the model's context length, at most 1024"
     )
-    perplexity_stride: int | None = _perplexity(None, "new tokens in a window", default_help="half of it")
+    perplexity_stride: int | None = _perplexity(None, "new tokens in a window", default_help="half of the window")
 
     log_file: str | None = _output(
         None,
