@@ -132,7 +132,7 @@ def why_no_cpu_compute(job: Job) -> str | None:
         raise UsageError(
             f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled: {missing.rstrip('.')}; or use --cpu-compute off."
         )
-    return f"its code could not be compiled: {missing}" if missing else None
+    return f"the CPU backend could not be compiled: {missing}" if missing else None
 
 
 def why_no_cpu_attention(job: Job) -> str | None:
@@ -162,7 +162,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
     if not placement.computable and not can_attend:
         if config.cpu_share is None:
-            return "host memory has no weights that it can multiply"
+            return "host memory has no weights that the CPU backend can multiply"
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the CPU can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
