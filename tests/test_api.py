@@ -135,6 +135,10 @@ def test_a_call_beyond_the_plan_says_what_to_load_with(checkpoints):
         with pytest.raises(UsageError, match="batch_size=2, max_length=17"):
             model(batch(1, 17)["input_ids"])
         model(inputs["input_ids"])
+        model.generation_config.max_length = 32  # a checkpoint's own length is shortened to what fits
+        assert model.generate(**batch(1, 15)).shape == (1, 16)
+        with pytest.raises(UsageError, match="1 sequences of 17 tokens.* max_length=17"):
+            model.generate(**batch(1, 16))
     with load(checkpoints("llama"), batch_size=3, max_length=20, kv_offload=True, **CPU) as model:
         assert model.generate(**inputs, max_new_tokens=10, min_new_tokens=10).shape == (3, 20)
         with pytest.raises(UsageError, match="batch_size=4, max_length=20"):

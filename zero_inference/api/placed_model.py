@@ -269,6 +269,7 @@ class _State:
                 self.check_size(rows, not_counted + asked)
                 break
         else:
+            self.check_size(rows, tokens + 1)  # a prompt that fills the plan leaves no room for a new token
             planned, longest = self.config.batch_size, self.config.positions
             fitting = longest if rows <= planned else planned * longest // rows
             if merged.max_new_tokens:
