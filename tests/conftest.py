@@ -110,7 +110,7 @@ def measured_as_for_users(usual_effort, monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def presets_built_once():
-    """Plans of one file build and trace each preset once, instead of once a plan."""
+    """Let the plans of one file build and trace each preset once."""
     from zero_inference.planning import plan
 
     built: dict[tuple, Any] = {}

@@ -121,7 +121,7 @@ def expert_linear(
     if weight.dim() != 3 or weight.dtype != x.dtype:
         raise ValueError(f"weight must be {x.dtype} [slots, rows, columns], found {weight.dtype} {list(weight.shape)}")
     weight_bytes = weight.shape[1] * weight.shape[2] * weight.element_size()
-    product = _gathered_products(x, slot, weight_bytes, weight.shape[1], lambda some: weight.index_select(0, some))
+    product = _gathered_products(x, slot, weight_bytes, weight.shape[1], lambda slots: weight.index_select(0, slots))
     return _finish(product, slot, bias, epilogue)
 
 
@@ -218,16 +218,16 @@ def _check_pairs(x: Tensor, slot: Tensor, slots: int, columns: int) -> None:
 
 
 def _gathered_products(
-    x: Tensor, slot: Tensor, weight_bytes: int, rows: int, weights: Callable[[Tensor], Tensor]
+    x: Tensor, slot: Tensor, weight_bytes: int, rows: int, gather_weights: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return [pairs, rows], a few pairs at a time; the host reads no value of `slot`, which it would have to wait for."""
     x = x.repeat_interleave(slot.numel() // max(1, x.shape[0]), 0)  # [pairs, columns]
     out = x.new_empty(x.shape[0], rows)
     step = max(1, GATHERED_BYTES // max(1, weight_bytes))
     for start in range(0, x.shape[0], step):
-        some = slot[start : start + step]
-        product = torch.bmm(weights(some.clamp(min=0)), x[start : start + step].unsqueeze(-1)).squeeze(-1)
-        torch.where((some >= 0).unsqueeze(-1), product, torch.zeros_like(product), out=out[start : start + step])
+        slots = slot[start : start + step]
+        product = torch.bmm(gather_weights(slots.clamp(min=0)), x[start : start + step].unsqueeze(-1)).squeeze(-1)
+        torch.where((slots >= 0).unsqueeze(-1), product, torch.zeros_like(product), out=out[start : start + step])
     return out
 
 
@@ -263,13 +263,13 @@ def quantized_expert_linear_reference(
     """Compute the experts' operator with PyTorch on any device; only the CUDA kernel adds a bias and computes an epilogue."""
     columns = x.shape[1]
 
-    def weights(some: Tensor) -> Tensor:
-        parts = (part.index_select(0, some).view(-1) for part in (codes, scale, minimum))
-        plain = x.new_empty(some.numel(), rows, columns)
+    def gather_weights(slots: Tensor) -> Tensor:
+        parts = (part.index_select(0, slots).view(-1) for part in (codes, scale, minimum))
+        plain = x.new_empty(slots.numel(), rows, columns)
         dequantize_reference(*parts, bits, group_size, plain)
         return plain
 
-    return _gathered_products(x, slot, rows * columns * x.element_size(), rows, weights)
+    return _gathered_products(x, slot, rows * columns * x.element_size(), rows, gather_weights)
 
 
 LIBRARY.impl("linear_groups", quantized_linear_reference, "CompositeExplicitAutograd")

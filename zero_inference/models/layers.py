@@ -81,6 +81,7 @@ def _configs_of_towers(model: nn.Module) -> set[type]:
 
 
 def _outer_lists(module: nn.Module, name: str, towers: set[type]) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield name and module of the outermost ModuleLists in `module`, called `name`, that are not in towers."""
     if isinstance(module, nn.ModuleList) and len(module):
         yield name, module
         return
