@@ -37,11 +37,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from zero_inference.utils.processes import (  # noqa: E402
-    exit_on_stop,
-    last_error_line,
-    process_group,
-)
+from zero_inference.utils.processes import exit_on_stop, last_error_line, process_group  # noqa: E402
 
 RUN = ["--dummy", "--gen-len", "17", "--loops", "3", "--warmup", "1"]  # options of a case overrule them
 TIMES_AS_LONG, AT_LEAST_S = 2.5, 90  # when a case is ended

@@ -16,12 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from zero_inference.engines.base import CpuWork, EnginePlan
-from zero_inference.hardware.profile import (
-    dequantize_gb_per_s,
-    device_attention_s,
-    find_engine_overhead,
-    product_time,
-)
+from zero_inference.hardware.profile import dequantize_gb_per_s, device_attention_s, find_engine_overhead, product_time
 from zero_inference.kernels.products import pairs_together
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.tracing import Operator, Pass

@@ -17,13 +17,7 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.spec import checkpoint_refusal
 from zero_inference.planning import search
-from zero_inference.planning.changes import (
-    Faster,
-    advice_to_fit,
-    changes_that_fit,
-    faster_than,
-    what_does_not_fit,
-)
+from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit, faster_than, what_does_not_fit
 from zero_inference.planning.cost import Times, seconds_in_words
 from zero_inference.planning.memory import HOST_MEMORY, log_sizes, without_page_locked
 from zero_inference.planning.plan import Plan, make_plan

@@ -35,12 +35,9 @@ def step_work(job: Job, weight_bytes: int, cpu_bytes: float) -> StepWork:
     stored_share = min(1.0, weight_bytes / max(1, sizes.parameter_bytes))
     idle_bytes = sizes.idle_bytes - int((1 - stored_share) * sizes.idle_expert_bytes)
     bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
-    return StepWork(
-        device_bytes=max(
-            0, max(0, weight_bytes - idle_bytes) + job.mean_kv_bytes - int(cpu_bytes if job.on_gpu else 0)
-        ),
-        flops=2 * max(0, active - int(cpu_bytes * 8 / bits)) * job.rank_batch,
-    )
+    read_bytes = max(0, weight_bytes - idle_bytes) + job.mean_kv_bytes - (int(cpu_bytes) if job.on_gpu else 0)
+    flops = 2 * max(0, active - int(cpu_bytes * 8 / bits)) * job.rank_batch
+    return StepWork(max(0, read_bytes), flops)
 
 
 def decode_roofline(
@@ -72,13 +69,12 @@ def decode_roofline(
 def step_bounds(rates: Rates, moved: MovedPerStep, work: StepWork, on_gpu: bool) -> StepBounds:
     """Return the least seconds of a step by each rate; None where nothing moves or the rate is unknown."""
     sent_bytes, cpu_bytes = moved.host_to_device_bytes_per_step or 0, moved.cores_bytes_per_step or 0
+    both_gb_per_s = _link_and_cpu_gb_per_s(rates) if on_gpu and cpu_bytes else None
     return StepBounds(
         device_memory=_seconds(work.device_bytes, rates.device_copy_gb_per_s),
         matmul=work.flops / (rates.matmul_tflops * 1e12) if rates.matmul_tflops else None,
         link=_seconds(sent_bytes or None, rates.link_gb_per_s) if on_gpu else None,
-        link_and_cores=_seconds(sent_bytes + cpu_bytes, _link_and_cpu_gb_per_s(rates))
-        if on_gpu and cpu_bytes
-        else None,
+        link_and_cores=_seconds(sent_bytes + cpu_bytes, both_gb_per_s),
         disk=_seconds(moved.disk_read_bytes_per_step or None, rates.disk_gb_per_s),
     )
 

@@ -287,9 +287,10 @@ def choose(
     if not found.candidates:
         asked = ", ".join(f"{OPTIONS[name].flag} auto" for name in auto)
         raise UsageError(f"{asked}: {why_none(found)}")
-    best, *others = ranked(found.candidates, config.goal or "throughput")
+    by_goal = ranked(found.candidates, config.goal or "throughput")
     if config.goal is None:
-        best, *others = sorted([best, *others], key=lambda each: -each.job.config.quant_bits)
+        by_goal.sort(key=lambda each: -each.job.config.quant_bits)
+    best, *others = by_goal
     chosen = best.job.config
     check_launch(chosen, ranks, machine)
     check_model(chosen, spec)
