@@ -205,14 +205,9 @@ def read_rate(args: argparse.Namespace, forms: Forms) -> float:
     assert forms.weights is not None
     memory, done = forms.weights.memory, ctypes.c_int64()
     cpus = (ctypes.c_int32 * len(forms.cpus))(*forms.cpus)
+    best = INSTRUCTIONS.index(forms.sets[-1])
     taken = forms.library.zero_inference_measure_reads(
-        memory.data_ptr(),
-        memory.numel(),
-        INSTRUCTIONS.index(forms.sets[-1]),
-        args.threads,
-        cpus,
-        0.3,
-        ctypes.byref(done),
+        memory.data_ptr(), memory.numel(), best, args.threads, cpus, 0.3, ctypes.byref(done)
     )
     return done.value / taken / 1e9
 

@@ -39,8 +39,7 @@ def main() -> None:
     if device.type == "cuda" and not load_extension():
         sys.exit(f"no kernels: {why_unavailable()}")
 
-    def compare(what: str, ways: dict, exact: bool) -> None:
-        """Print the times of two functions that compute the same tensors."""
+    def print_times(what: str, ways: dict, exact: bool) -> None:
         results = [way() for way in ways.values()]
         same = all(torch.equal(*pair) if exact else torch.allclose(*pair, rtol=0.01) for pair in zip(*results))
         us = ", ".join(f"{name} {1e6 * _call_s(device, way):.2f}" for name, way in ways.items())
@@ -56,14 +55,14 @@ def main() -> None:
             "kernel": lambda args=(q, k, cos, sin): rotate(*args, Form(1, False)),
             "transformers": lambda args=(q, k, cos, sin): apply_rotary_pos_emb(*args),
         }
-        compare(f"rotary embedding, {model}, {count} tokens", ways, exact=True)
+        print_times(f"rotary embedding, {model}, {count} tokens", ways, exact=True)
     for (model, (experts, k, softmax_first)), count in itertools.product(ROUTED.items(), tokens):
         args = torch.randn(count, experts, device=device).bfloat16(), k, softmax_first, softmax_first, False
         ways = {
             "kernel": lambda args=args: torch.ops.zero_inference.choose_experts(*args)[:1],
             "PyTorch": lambda args=args: choose_experts_reference(*args)[:1],
         }
-        compare(f"routing, {model}, {count} tokens", ways, exact=False)
+        print_times(f"routing, {model}, {count} tokens", ways, exact=False)
 
 
 def _call_s(device, way) -> float:

@@ -60,12 +60,11 @@ LAUNCHES = LaunchOverhead(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
 PROCESS_BYTES = 2_100_000_000  # host memory of the runs besides weights, keys and values: 1.5 to 2.4 GB
 # Hosts whose `link --save` measured as it does now: beginning of their records' paths -> its file. The files of the tenth and eleventh
 # host have the twelfth's hand-offs.
-HOSTS = {
-    **{f"h200-kept/{name}_host": f"h200-kept/{name}_host/machine_again.json" for name in ("tenth", "eleventh")},
-    **{
-        f"h200-kept/{name}_host": f"h200-kept/{name}_host/machine.json"
-        for name in ("twelfth", "thirteenth", "fourteenth")
-    },
+HOSTS = {f"h200-kept/{name}_host": f"h200-kept/{name}_host/machine_again.json" for name in ("tenth", "eleventh")}
+HOSTS |= {
+    f"h200-kept/{name}_host": f"h200-kept/{name}_host/machine.json" for name in "twelfth thirteenth fourteenth".split()
+}
+HOSTS |= {
     "h200-big-models/bs": "h200-big-models/machine.json",
     "h200-together/table": "h200-together/table/machine.json",
     "h100-predicted": "h100-predicted/machine.json",

@@ -49,13 +49,8 @@ def main(argv: list[str] | None = None, device: str = "cuda", checked=CHECKED) -
     parser.add_argument(
         "--warmup-ms", type=_positive, default=5.0, metavar="MS", help="before each time (default: %(default)s)"
     )
-    parser.add_argument(
-        "--rep-ms",
-        type=_positive,
-        default=25.0,
-        metavar="MS",
-        help="launches of each time and clearing of the L2 cache, at least 10 launches (default: %(default)s)",
-    )
+    rep_ms = "launches of each time and clearing of the L2 cache, at least 10 launches (default: %(default)s)"
+    parser.add_argument("--rep-ms", type=_positive, default=25.0, metavar="MS", help=rep_ms)
     parser.add_argument("--profile", action="store_true", help="also Chrome traces")
     args = parser.parse_args(argv)
     reason = why_cannot_time() if device == "cuda" else None

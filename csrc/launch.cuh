@@ -88,6 +88,9 @@ bool has_clusters(Kernel kernel, int shared_bytes, const Device& device, std::at
 
 inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
+// Whether a launch has three blocks for two SMs: enough not to split its sums over a cluster.
+inline bool fills(int64_t blocks, int multiprocessors) { return 2 * blocks >= 3 * int64_t{multiprocessors}; }
+
 // A null pointer is aligned: nothing is there to be accessed.
 inline bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 

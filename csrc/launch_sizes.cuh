@@ -9,13 +9,6 @@
 
 #include "elements.cuh"
 
-namespace zero_inference {
-
-// Whether a launch has three blocks for two SMs: enough not to split its sums over a cluster.
-constexpr bool fills(int64_t blocks, int multiprocessors) { return 2 * blocks >= 3 * int64_t{multiprocessors}; }
-
-}  // namespace zero_inference
-
 namespace zero_inference::norms {
 
 template <typename T, int kThreads, int kVectors>

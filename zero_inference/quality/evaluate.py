@@ -224,10 +224,7 @@ def read_choices(task: str, items: list[dict]) -> list[ChoiceDoc]:
 
 
 def _accuracy(right: np.ndarray) -> tuple[float, float | None, str, float | None]:
-    """Return mean, standard error and outcomes ("0110...") in float32; and the mean in the logits' dtype if an outcome differs there.
-
-    right: bool [items, 2], in float32 and in the logits' dtype.
-    """
+    """Return mean, standard error and outcomes ("0110...") in float32; and the mean in the logits' dtype if an outcome differs there."""
     in_float32, in_dtype = right.astype(int).T
     mean_in_dtype = float(in_dtype.mean()) if (in_dtype != in_float32).any() else None
     return *mean_and_stderr(in_float32.tolist()), "".join(map(str, in_float32)), mean_in_dtype

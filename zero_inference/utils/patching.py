@@ -83,8 +83,6 @@ def _leave(table: MutableMapping[Any, Any], key: Any, patch: SharedPatch) -> Non
         while isinstance(before, SharedPatch) and not before.users:
             before = before.before
         if before is None or not isinstance(table, dict):
-            del table[
-                key
-            ]  # transformers' tables then show their built-in entry, unless the original was set the same way
+            del table[key]  # transformers' tables then show the built-in entry; another one is set again below
         if table.get(key) is not before:
             table[key] = before
