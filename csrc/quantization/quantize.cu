@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
       const float factor = rounded<T>(__fmul_rn(rounded<T>(__fdiv_rn(1.0f, rounded<T>(range))), kLargest));
       best.scale = finite_factor<T>(factor, range);
     }
-    finite = finite && isfinite(divides ? range : best.restored(kLargest));
+    finite = finite && isfinite(divides ? rounded<T>(range) : best.restored(kLargest));
     if (!__all_sync(team.lanes, finite)) {
       if (lane == 0) *refused = 1;
       continue;

@@ -103,7 +103,7 @@ class _Rotary(SharedPatch):
             and all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in tensors)
             and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         )
-        form = {head_dim: forms.head_wide, head_dim / 2: forms.half_wide}.get(width, forms.narrower)
+        form = forms.head_wide if width == head_dim else forms.half_wide if 2 * width == head_dim else forms.narrower
         return form if fits and form and form.times * width <= head_dim and form.times * width % 2 == 0 else None
 
 
