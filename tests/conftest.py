@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import importlib.util
 import json
 import os
@@ -80,9 +79,10 @@ FAMILIES = {
 @pytest.fixture(scope="module", autouse=True)
 def short_full_collections():
     """Freeze imported objects: collecting them takes longer than many a test."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+    from zero_inference.utils.interpreter import freeze_existing_objects
+
+    with freeze_existing_objects():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

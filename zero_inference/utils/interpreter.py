@@ -16,13 +16,13 @@ from typing import Any, TypeVar, cast
 Function = TypeVar("Function", bound=Callable)
 
 STACK_WORDS = 70_000  # of 8 bytes: CPython maps 1 MiB for such a call; the calls inside use what it leaves, half a MiB
-_postponed = False
+_postponed = _frozen = False  # by this module; to ask gc.get_freeze_count() takes 50 ms
 
 
 @contextlib.contextmanager
 def postpone_collections() -> Iterator[None]:
     """Disable the collector until `resume_collections` or the end of the block, which restores it, for imports of libraries."""
-    global _postponed
+    global _postponed, _frozen
     enabled = gc.isenabled()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         gc.collect()  # an earlier run of this process may have left a model on the device
@@ -31,7 +31,7 @@ def postpone_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        _postponed = False
+        _postponed = _frozen = False
         gc.unfreeze()
         if enabled:
             gc.enable()
@@ -39,23 +39,26 @@ def postpone_collections() -> Iterator[None]:
 
 def resume_collections() -> None:
     """End `postpone_collections`: freeze existing objects (gc.freeze), then enable the collector. Does nothing outside of it."""
-    global _postponed
+    global _postponed, _frozen
     if _postponed:
-        _postponed = False
+        _postponed, _frozen = False, True
         gc.freeze()
         gc.enable()
 
 
 @contextlib.contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Freeze existing objects within the block: a full collection takes longer than a ring of layers. Frozen ones stay frozen."""
-    were_frozen = gc.get_freeze_count() > 0
+    """Freeze existing objects within the block: a full collection takes longer than a ring of layers. An inner block ends nothing."""
+    global _frozen
+    were_frozen = _frozen
     gc.collect()
     gc.freeze()
+    _frozen = True
     try:
         yield
     finally:
         if not were_frozen:
+            _frozen = False
             gc.unfreeze()
 
 
