@@ -137,6 +137,7 @@ print("as before")
 ON_DISK = FAMILIES["llama"] | dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
 
 
+@pytest.mark.slow
 def test_reads_and_writes_end_before_their_handles_are_deleted(fork_server, tmp_path):
     """Otherwise libaio would abort the process."""
     (tmp_path / "model").mkdir()

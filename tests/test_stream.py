@@ -549,6 +549,7 @@ def test_tied_weights_stay_tied_and_on_the_device(checkpoints):
     loaded.close()
 
 
+@pytest.mark.slow
 def test_host_memory_that_is_refused_is_a_clear_error(run_model):
     # on the CPU: a CUDA context maps more than any such limit
     done = run_model(
