@@ -88,6 +88,7 @@ def test_words_that_yaml_reads_otherwise_mean_what_was_written(file):
     assert (config.decode_graph, config.cpu_compute, config.norm_kernels) == ("on", "off", "off")
     assert config.pin_memory is True and config.gpu_memory == 1
     assert parse_options(expand_config_files(["--config", name])) == config
+    assert parse_options(shell_words({"model": "a", "cpu_offload": True, "pin_memory": "true"})).pin_memory is True
 
 
 REFUSED = {

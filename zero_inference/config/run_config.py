@@ -82,7 +82,7 @@ def shell_words(options: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{hyphens(name)}"
-        if flag == "--pin-memory":  # it takes 0 or 1
+        if flag == "--pin-memory" and isinstance(value, bool):  # it takes 0 or 1
             value = int(value)
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
