@@ -162,7 +162,8 @@ def test_any_share_gives_the_ids_of_transformers(family, checkpoints, two_ranks)
         assert (share == "1") == (not one["stream"]["fetched_bytes"])
 
 
-@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
 def test_codes_give_the_ids_of_the_dequantized_weights(bits, checkpoints, two_ranks):
     options = {"quant_bits": bits, "quant_group_size": 32}
     folders = [checkpoints(family) for family in ("opt", "llama", "mixtral")]
