@@ -108,25 +108,25 @@ def measured_as_for_users(usual_effort, monkeypatch) -> None:
         monkeypatch.setattr(name, value)
 
 
-@pytest.fixture(scope="module")
-def presets_built_once():
-    """Let the plans of one file build and trace each preset once."""
-    from zero_inference.planning import plan
+_empty_presets: dict[tuple, Any] = {}
 
-    built: dict[tuple, Any] = {}
 
-    def build(spec):
-        key = spec.name, spec.dtype, spec.config.to_json_string()
-        if spec.folder or spec.snapshot:
-            return build_empty_model(spec)
-        if key not in built or not built[key].is_empty:
-            built[key] = build_empty_model(spec)
-        return built[key]
+def empty_preset(spec):
+    """Return the empty model of a preset's `spec`, built and traced once a process; a new one of a checkpoint, which a run may fill."""
+    from zero_inference.models.empty_model import build_empty_model
 
-    build_empty_model = plan.build_empty_model
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "build_empty_model", build)
-        yield
+    if spec.folder or spec.snapshot:
+        return build_empty_model(spec)
+    key = spec.name, spec.dtype, spec.config.to_json_string()
+    if key not in _empty_presets or not _empty_presets[key].is_empty:
+        _empty_presets[key] = build_empty_model(spec)
+    return _empty_presets[key]
+
+
+@pytest.fixture
+def presets_built_once(monkeypatch):
+    """Let plans build and trace each preset once a process."""
+    monkeypatch.setattr("zero_inference.planning.plan.build_empty_model", empty_preset)
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import ROOT, replace
+from conftest import ROOT, empty_preset, replace
 
 from benchmarks.predictions import options_of
 from zero_inference.cli import main
@@ -37,9 +37,9 @@ from zero_inference.hardware.profile import (
 from zero_inference.hardware.spec import CONTEXT_BYTES, cards, parse_assumed, typical_machines
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.host import SLOTS
-from zero_inference.models.empty_model import EmptyModel, build_empty_model
+from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import Plan, make_plan
+from zero_inference.planning.plan import Plan, build_job, make_plan
 from zero_inference.planning.roofline import planned_step_bound
 from zero_inference.records.read import read_records
 from zero_inference.utils.ranks import Ranks, detect_ranks
@@ -264,22 +264,16 @@ def test_rates_of_attention_are_those_of_its_heads():
     assert on_device.cpu is None, "nothing for them in host memory"
 
 
-BUILT: dict[tuple, EmptyModel] = {}
-
-
-def job_of(options: str, machine, empty_models: dict[tuple, EmptyModel] = BUILT) -> Job:
-    """What a plan of `options` for `machine` is made from; models that are in `empty_models` are not built again."""
+def job_of(options: str, machine) -> Job:
+    """Return what a plan of `options` for `machine` is made from."""
     config = parse_options([*shlex.split(options), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
-    key = config.model, spec.dtype
-    if key not in empty_models:
-        empty_models[key] = build_empty_model(spec)
-    return Job(config, spec, ranks, empty_models[key], machine.free_device_bytes(ranks, False), None, machine)
+    return build_job(config, spec, ranks, machine=machine, empty_model=empty_preset(spec))
 
 
-def planned(options: str, machine, empty_models: dict[tuple, EmptyModel] = BUILT):
-    return make_plan(job_of(options, machine, empty_models))
+def planned(options: str, machine):
+    return make_plan(job_of(options, machine))
 
 
 def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
@@ -497,20 +491,15 @@ def says_what_was_counted(plan, record: dict) -> None:
         assert (getattr(moved, key) or 0) == pytest.approx(record["transfers"].get(key) or 0, rel=1e-3), name
 
 
-@pytest.fixture(scope="module")
-def empty_models() -> dict:
-    return {}
-
-
 @pytest.mark.parametrize("name", RECORDS)
-def test_the_plan_says_what_an_h200_counted(name, empty_models):
+def test_the_plan_says_what_an_h200_counted(name):
     record = [
         each for each in read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl") if each["status"] == "ok"
     ][-1]
     options = options_of(record)
     memory = record["environment"]["gpus"][0]["memory_bytes"]
     machine = replace(MACHINE, gpus=(Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),))
-    plan = planned(shlex.join(options), Machine(machine), empty_models)
+    plan = planned(shlex.join(options), Machine(machine))
     says_what_was_counted(plan.engine_plan, record)
     slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then
     near = 0.03 if record["engine"] == "deepspeed" else 0.06

@@ -81,12 +81,12 @@ def shell_words(options: Mapping[str, Any]) -> list[str]:
     """Return the words to type for options by name (hyphens or underscores) and value."""
     words: list[str] = []
     for name, value in options.items():
-        flag = f"--{hyphens(name)}"
-        if flag == "--pin-memory" and isinstance(value, bool):  # it takes 0 or 1
-            value = int(value)
+        flag, option = f"--{hyphens(name)}", OPTIONS.get(name.replace("-", "_"))
         if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-            continue
+            if option is None or option.kind == "bool":
+                words.append(flag if value else f"--no-{flag[2:]}")
+                continue
+            value = int(value)  # the option takes 0 or 1
         if isinstance(value, Mapping):
             value = [f"{key}={part}" for key, part in value.items()]
         if isinstance(value, (list, tuple)):

@@ -142,7 +142,9 @@ class StreamSide:
     """The device's operations in a hand-off, on its current stream (csrc/hand_off). It counts the calls. Addresses are of host memory."""
 
     def __init__(self, device: torch.device):
-        self.scratch = torch.zeros(3, dtype=torch.int32, device=device)  # the kernels' counters, as the call's number
+        self.scratch = torch.zeros(
+            3, dtype=torch.int32, device=device
+        )  # counters of the kernels, among them the call's number
 
     def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
         """Write up to four contiguous `tensors` to `targets`, start the next call and raise `flag` to its number."""

@@ -117,9 +117,9 @@ def lay_out(
             layout.parameters.append(StoredParameter(name, span, transposed=name in transposed))
     end = aligned(end)
     kinds: list[list[TensorSpan]] = [[], [], []]  # codes, scales, minima
-    for spans in kinds:
+    for is_codes, spans in zip((True, False, False), kinds):
         for parameter in packed.values():
-            is_codes, numel = spans is kinds[0], parameter.numel()
+            numel = parameter.numel()
             size = scheme.packed_bytes(numel) if is_codes else numel // scheme.group_size
             spans.append(TensorSpan(end, (size,), torch.uint8 if is_codes else parameter.dtype))
             end += aligned(spans[-1].nbytes, VECTOR_BYTES)
@@ -294,9 +294,8 @@ class BlockViews:
     def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
         codes, scales, minima = (span.of(buffer) for span in stored.packed)
         plain, parts = stored.plain, []
-        number, group = (
-            (plain.shape[0], stored.expert_group) if stored.expert_group else (1, 1)
-        )  # experts, and experts of a part
+        # experts, and experts of a part
+        number, group = (plain.shape[0], stored.expert_group) if stored.expert_group else (1, 1)
         for first in range(0, number, group):
             count = min(group, number - first)
             packed = (each.view(number, -1)[first : first + count].view(-1) for each in (codes, scales, minima))
