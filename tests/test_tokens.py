@@ -204,7 +204,7 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
     "launcher, options",
     [
         ("by hand", ["--cpu-offload"]),
-        ("deepspeed", ["--disk-offload"]),
+        pytest.param("deepspeed", ["--disk-offload"], marks=pytest.mark.slow),
         ("torchrun", ["--cpu-offload", "--kv-offload"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
