@@ -49,6 +49,18 @@ class Job:
     free_device_bytes: int | None  # of the connected rank with the least; None for a CPU, whose device is host memory
     group: Any = None  # result of the engine's `connect`; None where this rank plans alone
     machine: Machine = Machine()
+    # Devices that this process drives, `ranks.device` by default. The first one has embedding, head, inputs and outputs.
+    devices: tuple[torch.device, ...] = ()
+    free_by_device: tuple[int, ...] = ()  # free bytes of each of `devices`; empty for a CPU
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            object.__setattr__(self, "devices", (self.ranks.device,))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the whole run, each with a link; 1 for a CPU."""
+        return len(self.devices) * self.ranks.world_size
 
     @property
     def sizes(self) -> ModelSizes:
@@ -391,6 +403,10 @@ class LoadedModel:
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()
+    devices: tuple[torch.device, ...] = ()  # all that this process drives, `device` first
+
+    def __post_init__(self) -> None:
+        self.devices = self.devices or (self.device,)
 
     def cache_factory(self, config: RunConfig) -> Callable[[], PreallocatedCache] | None:
         """Return a function that gives each loop its KV cache, empty and in the same memory; None leaves the cache to transformers."""
