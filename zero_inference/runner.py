@@ -143,7 +143,8 @@ def _measure(
 ) -> tuple[Any, Any, list[str]]:
     """Load and measure; fill `files`. Return the generated ids (int64 [batch, gen_len]), the tokenizer, and the prompts in short."""
     config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
-    files.request = files.request.model_copy(update={"pin_memory": plan.engine_plan.pinned})
+    num_gpus = plan.job.num_gpus if plan.job.on_gpu else 0
+    files.request = files.request.model_copy(update={"pin_memory": plan.engine_plan.pinned, "num_gpus": num_gpus})
     if (
         config.disk_offload and not plan.engine_plan.footprint.disk
     ):  # each is smaller than what the engine writes to disk
@@ -181,8 +182,8 @@ def _measure(
 def build_request(
     config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str], chosen: AutoChoice | None
 ) -> Request:
-    """Return what is known of the request before the plan; `pin_memory` is as given until then."""
-    resolved = ("quant_group_size", "dtype", "dummy_routing")  # passed as resolved
+    """Return what is known of the request before the plan; `pin_memory` is as given until then, `num_gpus` unknown."""
+    resolved = ("quant_group_size", "dtype", "dummy_routing", "num_gpus")  # passed as resolved
     given = {name: getattr(config, name) for name in Request.model_fields if name in OPTIONS and name not in resolved}
     return Request(
         **given,

@@ -21,6 +21,7 @@ from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
 from zero_inference.utils.interpreter import freeze_existing_objects
 from zero_inference.utils.ranks import Ranks
+from zero_inference.utils.timing import synchronize
 
 STEADY_LOOPS = 3  # latest warm-up loops that `is_steady` compares
 MAX_SETTLING = 4  # generations after the warm-up, one for each decision that the stream engine may still have to make
@@ -174,7 +175,8 @@ class _StepClock(StoppingCriteria):
     def __init__(
         self, loaded: LoadedModel, batch_size: int, report: Callable[[int], None], ends_early: Callable[[], bool]
     ):
-        self.transfers, self.device, self.report, self.ends_early = loaded.transfers, loaded.device, report, ends_early
+        self.transfers, self.devices = loaded.transfers, loaded.devices
+        self.report, self.ends_early = report, ends_early
         self.on_gpu = loaded.device.type == "cuda"
         self.not_done = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
@@ -183,8 +185,7 @@ class _StepClock(StoppingCriteria):
         self.prefill_busy_s = 0.0
 
     def start(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+        synchronize(self.devices)
         self._mark()
 
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
@@ -203,7 +204,7 @@ class _StepClock(StoppingCriteria):
         mark: Any = time.perf_counter()
         if self.on_gpu:
             mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
+            mark.record(torch.cuda.current_stream(self.devices[0]))  # whichever GPU is current
         self.marks.append(mark)
 
     def loop(self, ranks: Ranks) -> Loop:

@@ -38,7 +38,7 @@ from zero_inference.planning import roofline
 from zero_inference.planning.cost import seconds_in_words
 from zero_inference.planning.memory import log_sizes
 from zero_inference.planning.plan import Plan
-from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates, TracedLinkUse
+from zero_inference.records.hardware import HOST_COPY, GpuUse, LinkUse, Rates, TracedLinkUse
 from zero_inference.records.schema import CpuBackendUse, Measured, MovedPerStep, Result
 from zero_inference.utils import timing
 from zero_inference.utils.environment import peak_host_bytes
@@ -47,33 +47,47 @@ from zero_inference.utils.format import format_bytes, three_digits
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import Ranks
+from zero_inference.utils.timing import synchronize
 
 MIN_BUSY_SHARE = 0.98  # of a link that limits the steps
 TRACED_TOKENS = 4
 
 
 class LinkMonitor:
-    """Measures the links of all ranks at the same time, in rounds over the run, and what the loops show of this rank's link and device.
+    """Measures the links of all GPUs at the same time, in rounds over the run, and what the loops show of this rank's links and devices.
 
     Rates drift: without any engine two GPUs copied at 55.0 and then at 53.6 GB/s each within a minute
     (benchmarks/results/h200-x2/gather_speed.txt), so one measurement before the loops may be too low or too high.
 
     Args:
         sources: page-locked tensors, uint8 [bytes], that the engine copies from: the rate depends on the location of the source.
+        devices: those that this rank drives; empty for `ranks.device` alone.
 
     Attributes:
-        rounds: GB/s of this rank's rounds of copies.
-        uses: the use of the link in each loop; empty for an engine without a timeline, and for loops of fewer than two decode steps.
-        peak_gpu_bytes: peak device memory of this rank during the loops; None without a GPU.
+        rounds: GB/s of this rank's rounds of copies, the sum over its links.
+        uses: the use of the links in each loop; empty for an engine without a timeline, and for loops of fewer than two decode steps.
+        peak_bytes: peak memory of each device during the loops; empty without a GPU.
     """
 
-    def __init__(self, ranks: Ranks, sources: Sequence[torch.Tensor] = (), timeline: Timeline | None = None):
-        self.ranks, self.device, self.timeline = ranks, ranks.device, timeline
+    def __init__(
+        self,
+        ranks: Ranks,
+        sources: Sequence[torch.Tensor] = (),
+        timeline: Timeline | None = None,
+        devices: Sequence[torch.device] = (),
+    ):
+        self.ranks, self.timeline, self.devices = ranks, timeline, tuple(devices) or (ranks.device,)
+        self.on_gpu = ranks.device.type == "cuda"
         self.sources = blocks_of(sources, ranks.device)
         self.rounds: list[float] = []
         self.uses: list[LinkUse] = []
-        self.peak_gpu_bytes = 0 if self.device.type == "cuda" else None
+        self.peak_bytes = [0] * len(self.devices) if self.on_gpu else []
         self.in_loop = False
+
+    @property
+    def peak_gpu_bytes(self) -> int | None:
+        """Peak device memory of this rank during the loops, on the device with the most; None without a GPU."""
+        return max(self.peak_bytes, default=None)
 
     def measure(self, seconds: float) -> None:
         """Add rounds for about `seconds`. All ranks call it together.
@@ -81,35 +95,37 @@ class LinkMonitor:
         Raises torch.OutOfMemoryError or RunError if the first measurement finds no memory, or none that may be page-locked. Later ones,
         between loops, are skipped then.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # an engine may still be filling its buffers
+        synchronize(self.devices)  # an engine may still be filling its buffers
         self.ranks.barrier()
         try:
-            self.rounds += host_to_device_rounds(self.device, seconds, self.sources)
+            self.rounds += host_to_device_rounds(self.devices[0], seconds, self.sources)
         except (torch.OutOfMemoryError, RunError):
             if not self.rounds:
                 raise
 
     def rate(self) -> Rate:
-        """Return the rate of the rounds, the sum over the ranks, which call it together."""
+        """Return the rate of the rounds, the sum over all links. All ranks call it together."""
         return Rate(*(_sum_over_ranks(self.ranks, value) for value in rate_of(self.rounds)))
 
     def between_loops(self) -> None:
-        """Take the last loop's use of link and memory, and measure; called before each loop and after the last. `peak_gpu_bytes` leaves
-        the measurement out."""
+        """Take the last loop's use of links and memory, and measure; called before each loop and after the last. `peak_bytes` leaves the
+        measurement out."""
         if self.in_loop:
             if self.timeline is not None and (use := self.timeline.link_use()) is not None:
                 self.uses.append(use)
-            if self.peak_gpu_bytes is not None:
-                self.peak_gpu_bytes = max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
+            for index, peak_bytes in enumerate(self.peak_bytes):
+                self.peak_bytes[index] = max(peak_bytes, torch.cuda.max_memory_allocated(self.devices[index]))
         self.in_loop = True
-        if self.peak_gpu_bytes is not None:
+        if self.on_gpu:
             self.measure(seconds=0.2)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for device in self.devices:
+                torch.cuda.reset_peak_memory_stats(device)
 
     def copied_gb_per_s(self, min_busy_share: float = 0.0) -> float:
-        """Return the GB/s of this rank's copies while they ran, the median over the loops with a link so busy; 0 without any."""
-        return _median([use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share >= min_busy_share])
+        """Return the GB/s of this rank's copies while they ran, the sum over its links: the median over the loops with links so busy; 0
+        without any."""
+        one_link = _median([use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share >= min_busy_share])
+        return one_link * len(self.devices)
 
     def ahead_bytes(self) -> int:
         """Return the bytes of a loop's decode steps that this rank had copied before the first of them."""
@@ -125,24 +141,24 @@ def measure_rates(
 ) -> Rates:
     """Measure the rates, in about a second on a GPU, a quarter without one, and longer for a disk. Those of the CPU are the plan's.
 
-    All ranks copy at the same time, as in a run, and all nodes read, each a file as large as all weights if `disk_read_gb_per_s` takes
+    All links copy at the same time, as in a run, and all nodes read, each a file as large as all weights if `disk_read_gb_per_s` takes
     one of that size.
     """
-    ranks, device, kind = link.ranks, link.device, link.device.type
+    ranks, kind = link.ranks, link.ranks.device.type
     link.measure(seconds=timing.LINK_S[kind])
     rate = link.rate()
     # a CPU may multiply the few rows of a step faster than many, as it does in float16
     rows = () if kind == "cuda" else (config.batch_size // ranks.world_size,)
-    copy_gb_per_s: float | None = 2 * rate.gb_per_s / ranks.world_size
+    copy_gb_per_s: float | None = 2 * rate.gb_per_s / (ranks.world_size * len(link.devices))
     if kind == "cuda":
-        copy_gb_per_s = _unless_out_of_memory(lambda: device_copy_gb_per_s(device))
+        copy_gb_per_s = _of_fastest(link.devices, device_copy_gb_per_s)
     return Rates(
         link_gb_per_s=rate.gb_per_s,
         link_spread=rate.spread_gb_per_s / rate.gb_per_s,
         link_kind="host to device, pinned" if kind == "cuda" else HOST_COPY,
         device_copy_gb_per_s=copy_gb_per_s,
-        matmul_tflops=_unless_out_of_memory(
-            lambda: matmul_tflops(device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
+        matmul_tflops=_of_fastest(
+            link.devices, lambda device: matmul_tflops(device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
         link_beside_cores_gb_per_s=None if cpu_backend is None else cpu_backend.link_gb_per_s,
@@ -202,9 +218,12 @@ def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float
     return None if unknown_on_any else total_gb_per_s
 
 
-def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
+def _of_fastest(devices: Sequence[torch.device], measure: Callable[[torch.device], float]) -> float | None:
+    """Return the rate of the fastest device: layers run on one after the other, and a bound must hold for each. Of equal GPUs the first is
+    measured. None without memory for it."""
+    different = {torch.cuda.get_device_name(each) if each.type == "cuda" else "": each for each in reversed(devices)}
     try:
-        return measure()
+        return max(map(measure, different.values()))
     except torch.OutOfMemoryError:  # the measurements of the model stay valid
         return None
 
@@ -252,8 +271,8 @@ def loaded_model(
                 f"{shorten_names(names)}"
             )
         closing.enter_context(install_routing_kernel(loaded.model, routers))
-        if with_kernels:
-            closing.enter_context(rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype))
+        for device in loaded.devices if with_kernels else ():
+            closing.enter_context(rotary_kernel(loaded.model, device, job.spec.dtype))
         yield loaded, load_s, lambda: reference.compare(loaded, progress.say)
 
 
@@ -285,7 +304,7 @@ def measure_run(
         compare: of `loaded_model`; called after the first measurement of the hardware, before a pass takes memory.
     """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
-    link = LinkMonitor(ranks, loaded.pinned_memory, loaded.timeline)
+    link = LinkMonitor(ranks, loaded.pinned_memory, loaded.timeline, loaded.devices)
     rates = measure_rates(config, job.spec, link, loaded.weight_bytes, loaded.cpu_backend)
     compare()
     return_free_memory()  # of the measurement
@@ -345,8 +364,7 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
             )
         tokens = min(job.config.gen_len, TRACED_TOKENS)
         generate_ids(loaded, session.ids, tokens, session.make_cache, session.forced_tokens)
-        if job.on_gpu:
-            torch.cuda.synchronize(loaded.device)
+        synchronize(loaded.devices)
     if not job.ranks.is_first:
         return None
     with write_atomically(path) as part:
@@ -358,31 +376,35 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
 
 
 def link_use_in(events: list[dict]) -> TracedLinkUse | None:
-    """Return how long copies to the device ran and how long none did, over the decode steps of a Kineto trace; None without any.
+    """Return how long copies to the devices ran and how long none did, over the decode steps of a Kineto trace, summed over the links; None
+    without any.
 
     The decode steps are the time from the second pass through the first decoder layer on the host to the last copy. Overlapping
-    copies count once.
+    copies to a device count once.
     """
     begins = sorted(
         event["ts"] for event in events if event.get("name") == "layer 0" and event.get("cat") == "user_annotation"
     )
-    copies = sorted(  # (begin in us, end in us, bytes)
-        (event["ts"], event["ts"] + event["dur"], event.get("args", {}).get("bytes", 0))
-        for event in events
-        if event.get("cat") == "gpu_memcpy" and event.get("name", "").startswith("Memcpy HtoD")
-    )
-    copies = [copy for copy in copies if len(begins) > 1 and copy[0] >= begins[1]]
+    copies: dict[int, list[tuple[float, float, int]]] = {}  # by device: (begin in us, end in us, bytes)
+    for event in events:
+        if event.get("cat") == "gpu_memcpy" and event.get("name", "").startswith("Memcpy HtoD"):
+            if len(begins) > 1 and event["ts"] >= begins[1]:
+                given = event.get("args", {})
+                span = event["ts"], event["ts"] + event["dur"], given.get("bytes", 0)
+                copies.setdefault(given.get("device", 0), []).append(span)
     if not copies:
         return None
-    begin_us = end_us = copies[0][0]
-    busy_us = 0.0
-    for copy_begin_us, copy_end_us, _ in copies:
-        busy_us += max(0.0, copy_end_us - max(copy_begin_us, end_us))
-        end_us = max(end_us, copy_end_us)
-    copied_bytes = sum(nbytes for _, _, nbytes in copies)
+    busy_us = idle_us = 0.0
+    for of_device in map(sorted, copies.values()):
+        end_us = of_device[0][0]
+        for copy_begin_us, copy_end_us, _ in of_device:
+            busy_us += max(0.0, copy_end_us - max(copy_begin_us, end_us))
+            idle_us += max(0.0, copy_begin_us - end_us)
+            end_us = max(end_us, copy_end_us)
+    copied_bytes = sum(nbytes for of_device in copies.values() for _, _, nbytes in of_device)
     return TracedLinkUse(
         busy_s=busy_us / 1e6,
-        idle_s=(end_us - begin_us - busy_us) / 1e6,
+        idle_s=idle_us / 1e6,
         copied_bytes=copied_bytes,
         gb_per_s_while_busy=copied_bytes / (busy_us / 1e6) / 1e9 if busy_us else None,
     )
@@ -435,10 +457,33 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         decode_weights_gb_per_s=loaded.weight_bytes * steps / decode_s / 1e9 if all_read else None,
         limit=limit,
         link_use=link.uses[-1] if link.uses else None,
+        gpus=_gpu_uses(loaded, link),
         device=str(ranks.device.type),
         experts=measurement.loops[-1].experts,
         predicted=session.plan.predicted,
     )
+
+
+def _gpu_uses(loaded: LoadedModel, link: LinkMonitor) -> list[GpuUse] | None:
+    """Return each GPU's part in the last loop; None for a process that drives one device."""
+    devices = loaded.devices
+    if len(devices) == 1:
+        return None
+    unknown: list[Any] = [None] * len(devices)
+    weight_bytes = loaded.facts.get("stream", {}).get("resident_bytes_by_gpu") or unknown
+    uses = unknown if loaded.timeline is None else loaded.timeline.by_device()
+    return [
+        GpuUse(
+            index=device.index or 0,
+            name=torch.cuda.get_device_name(device) if link.on_gpu else None,
+            peak_bytes=peak_bytes,
+            weight_bytes=weights,
+            host_to_device_bytes_per_step=None if use is None else use.copied_bytes / use.steps,
+            link_busy_share=None if use is None else use.busy_share,
+            link_gb_per_s_while_busy=None if use is None else use.gb_per_s_while_busy,
+        )
+        for device, peak_bytes, weights, use in zip(devices, link.peak_bytes or unknown, weight_bytes, uses)
+    ]
 
 
 def output_ids_sha256(ids: Any) -> str:

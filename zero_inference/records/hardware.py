@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_inference.records.field import Part, inline, key
+from zero_inference.records.field import Number, Part, inline, key
 
 # Names of the rates that bound a pass.
 RATE_WORDS = {
@@ -30,11 +30,11 @@ _REACHED = "the higher of the rate measured for the plan and the rate reached in
 class Rates(Part):
     """Rates measured in this process, in GB/s of 1e9 bytes and TFLOP/s of 1e12.
 
-    The link's rate is the sum over all ranks, the disk's over all nodes, the others are of one device. None: not applicable, or no device
-    memory was left to measure it.
+    The link's rate is the sum over all GPUs, the disk's over all nodes, the others are of the fastest device. None: not applicable, or no
+    device memory was left to measure it.
     """
 
-    link_gb_per_s: float = key("GB/s", "host to device, all ranks at the same time", "link_gbps")
+    link_gb_per_s: float = key("GB/s", "host to device, all GPUs at the same time", "link_gbps")
     link_spread: float = key("share", "10th to 90th percentile of the rounds of copies, as a share of `link_gbps`")
     link_kind: str = key("", "what was copied: page-locked memory to a GPU, or, without a GPU, host memory")
     device_copy_gb_per_s: float | None = key("GB/s", "device memory, bytes read and written", "device_copy_gbps")
@@ -76,7 +76,8 @@ def _rate_while_busy(given: dict[str, Any]) -> float | None:
 
 
 class LinkUse(Part):
-    """Time of this rank's link in the last decode steps; the four times add up to that from the first to the last copy."""
+    """Time of this rank's links in the last decode steps, summed over them: of each, the four times add up to that from its first copy to
+    its last."""
 
     steps: int = key("", "decode steps observed; of a very long generation only the last ones", only_with=_STREAM)
     busy_s: float = key(*_BUSY)
@@ -95,12 +96,24 @@ class LinkUse(Part):
 
 
 class TracedLinkUse(Part):
-    """Use of the link by an engine without a timeline, from a trace."""
+    """Use of this rank's links by an engine without a timeline, from a trace, summed over them."""
 
     busy_s: float = key(*_BUSY)
     idle_s: float = key("s", "time the link was not copying", only_with="--trace, a GPU, other engines than stream")
     copied_bytes: int = key(*_COPIED)
     gb_per_s_while_busy: float | None = key(*_RATE)
+
+
+class GpuUse(Part):
+    """One of several GPUs that a process drives; null for what its engine does not report."""
+
+    index: int = key("", "number of the GPU, of those visible to the process")
+    name: str | None = key("", "name of the GPU")
+    peak_bytes: Number | None = key("byte", "its peak memory in the measured loops")
+    weight_bytes: Number | None = key("byte", "weights that stay on it")
+    host_to_device_bytes_per_step: Number | None = key("byte", "weights copied over its link in a decode step")
+    link_busy_share: float | None = key("share", "time its link copied, of that from its first copy to its last")
+    link_gb_per_s_while_busy: float | None = key("GB/s", "rate of its link while it copied", "link_gbps_while_busy")
 
 
 class Gpu(Part):

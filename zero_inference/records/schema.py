@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from zero_inference.config.options import ENGINES
 from zero_inference.records.field import Number, Part, inline, key, list_keys
-from zero_inference.records.hardware import Environment, Limit, LinkUse, TracedLinkUse
+from zero_inference.records.hardware import Environment, GpuUse, Limit, LinkUse, TracedLinkUse
 
 SCHEMA_VERSION = 1
 STATUS_OK: Final = "ok"
@@ -27,6 +27,7 @@ _STREAM = "--engine stream"
 _CPU = "--engine stream with --cpu-compute auto or above 0"
 _EXPERTS = "--engine stream where the CPU multiplies experts and device memory keeps some of these"
 _GRAPH = "--engine stream with --decode-graph auto or on"
+_SEVERAL = "--engine stream and several GPUs"
 _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
 _AUTO = "--engine, --quant-bits or --batch-size auto"
 _RANGE = (
@@ -159,6 +160,9 @@ class Request(Part):
     cpu_compute: str = key("", "--cpu-compute as given: auto, off, or the share of the weights in host memory")
     cpu_threads: int | None = key("threads", "--cpu-threads as given; null if the engine chose")
     options: dict[str, Any] = key("", "options that differ from their defaults, also from --config or chosen for auto")
+    num_gpus: int | None = key(
+        "GPUs", "GPUs of all ranks; 0 without a GPU, null in a run that failed before its plan", default=None
+    )
     weights_place: str = key("", "where the weights are kept: cpu (host memory), disk or gpu, as in the log's name")
     chosen: AutoChoice | None = optional("", "what the plan chose for options given as auto; null if none")
 
@@ -184,7 +188,9 @@ class Measured(Part):
     decode_throughput: float | None = required("token/s", "B (G - 1) / decode latency; null when G = 1")
     total_latency_s: float = required("s", "one generate call; median over loops")
     total_throughput: float = required("token/s", "B G / total latency")
-    peak_gpu_bytes: Number | None = required("byte", "peak device memory in the measured loops; null without a GPU")
+    peak_gpu_bytes: Number | None = required(
+        "byte", "peak memory in the measured loops, of the GPU with the most; null without one"
+    )
     peak_host_bytes: Number = required("byte", "peak resident memory of the process")
     output_ids_sha256: str = required("", "SHA-256 of the last loop's token ids, as int64 little-endian, row by row")
     transfers: MovedPerStep = required("byte", "bytes moved per decode step by all ranks, counted and not assumed")
@@ -194,7 +200,12 @@ class Measured(Part):
         "decode_weights_gbps",
     )
     limit: Limit = required("", "the roofline of decoding on this machine, and how much of it was reached")
-    link_use: LinkUse | TracedLinkUse | None = key("", "the first rank's link while decoding; null if not observed")
+    link_use: LinkUse | TracedLinkUse | None = key(
+        "", "the first rank's links while decoding, summed; null if not observed"
+    )
+    gpus: list[GpuUse] | None = optional(
+        "", "the GPUs of the first rank; their links in the last loop", only_with="several GPUs that one process drives"
+    )
     device: str = key("", "cuda or cpu")
     experts: ExpertUse | None = optional("", "the expert cache while decoding, last loop", only_with=_EXPERTS)
     predicted: Predicted | None = optional("", "predicted before loading; see `zero-inference report --prediction`")
@@ -248,6 +259,8 @@ class StreamPlacement(Part):
     embedding_on_host: bool | None = optional("", "the input embedding is in page-locked host memory")
     expert_slots: float | None = optional("experts", "experts in device memory, mean over layers", only_with=_EXPERTS)
     expert_slot_bytes: Number | None = optional("byte", "stored size of all those experts", only_with=_EXPERTS)
+    layers_by_gpu: list[int] | None = optional("layers", "decoder layers of each GPU", only_with=_SEVERAL)
+    resident_bytes_by_gpu: list[Number] | None = optional("byte", "`resident_bytes` of each GPU", only_with=_SEVERAL)
     cores: CpuBackendUse | None = optional("", "the CPU backend; null if it does not multiply", only_with=_CPU)
     no_attention_because: str | None = optional("", "why the CPU does not attend over the KV cache in host memory")
     head_bits: int | None = optional("bit", "of the output head's codes; null where it is not quantized")

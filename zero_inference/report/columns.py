@@ -96,6 +96,7 @@ COLUMNS = (
     _setting("dtype", "dtype"),
     _setting("num_nodes", "nodes", dtype="Int64"),
     _setting("world_size", "ranks", dtype="Int64"),
+    _setting("num_gpus", "GPUs used", "num_gpus", dtype="Int64"),
     _setting("batch_size", "batch", dtype="Int64", rank=0),
     _setting("prompt_len", "prompt", dtype="Int64", rank=0),
     _setting("gen_len", "gen", dtype="Int64", rank=0),

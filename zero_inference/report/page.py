@@ -29,7 +29,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from zero_inference.errors import UsageError
 from zero_inference.records.hardware import HOST_COPY, RATE_WORDS
 from zero_inference.report.columns import COLUMNS, SCORES, differing_columns
-from zero_inference.report.results import faster_in_words, limit_in_words
+from zero_inference.report.results import faster_in_words, gpus_in_words, limit_in_words
 from zero_inference.report.run import Run, find, grouped, positive
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import GIB, one_line, shorten_middle, significant, three_digits
@@ -127,6 +127,7 @@ def _findings(runs: Sequence[Run]) -> list[dict[str, Any]]:
         detail = [
             limit_in_words(best.measured),
             faster_in_words(best.request, best.measured),
+            *gpus_in_words(best.measured),
         ]
         if equal:
             more = " and more" * (len(equal) > 3)
@@ -276,8 +277,8 @@ def _rates(run: Run) -> dict[str, float]:
 
 
 def _machine(run: Run) -> str:
-    cpu, ranks = find(run.record.result.environment, "cpu_model"), run.request.world_size or 1
-    return one_line(", ".join(filter(None, [run.gpus or "no GPU", cpu, f"{ranks} ranks" * (ranks > 1)])))
+    cpu = find(run.record.result.environment, "cpu_model")
+    return one_line(", ".join(filter(None, [run.gpus or "no GPU", cpu, run.processors])))
 
 
 def shares_of_limit(runs: Sequence[Run]) -> Iterator[Plot]:

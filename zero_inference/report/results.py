@@ -15,7 +15,7 @@ from zero_inference.quality import evaluate as quality
 from zero_inference.records.hardware import LinkUse, TracedLinkUse
 from zero_inference.records.schema import CpuBackendUse, DecodeGraph, EngineFacts, ExpertUse, Measured, Request, Result
 from zero_inference.records.write import RunLog
-from zero_inference.report.run import model_in_short, weights_in_short
+from zero_inference.report.run import model_in_short, processors_in_short, weights_in_short
 from zero_inference.utils import processes
 from zero_inference.utils.format import (
     Column,
@@ -98,9 +98,9 @@ def print_results(request: Request, result: Result) -> None:
     on_terminal = sys.stdout.isatty()
     width = min(WIDEST, shutil.get_terminal_size().columns) if on_terminal else WIDEST
     weights = weights_in_short(request.quant_bits, request.dtype)
-    ranks = [f"{request.world_size} ranks"] * (request.world_size > 1)
     lengths = [f"batch {request.batch_size}", f"prompt {request.prompt_len}", f"{request.gen_len} generated"]
-    print(printable(", ".join([model_in_short(request.model), request.engine, weights, *ranks, *lengths])))
+    parts = [weights, processors_in_short(request.num_gpus, request.world_size), *lengths]
+    print(printable(", ".join([model_in_short(request.model), request.engine, *filter(None, parts)])))
     print(times_table(measured, on_terminal, width), end="")
     on_gpu, moved, stream = measured.device == "cuda", measured.transfers, engine.stream
     lines = [
@@ -108,6 +108,7 @@ def print_results(request: Request, result: Result) -> None:
         limit_in_words(measured),
         faster_in_words(request, measured),
         idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)) if on_gpu else None,
+        *gpus_in_words(measured),
         cpu_in_words(measured, stream.cores) if stream else None,
         experts_in_words(measured.experts),
         graph_in_words(stream.decode_graph, on_gpu) if stream else None,
@@ -222,6 +223,23 @@ def idle_in_words(use: LinkUse | TracedLinkUse | None, cpu_computes: bool = Fals
     if causes[worst] <= 0.02 * (use.busy_s + sum(causes.values())):
         return None
     return f"the link was idle {1 - use.busy_share:.1%} of the time, mostly {worst}"
+
+
+def gpus_in_words(measured: Measured) -> list[str]:
+    """Return a line for each of several GPUs: its peak memory, the bytes over its link and how busy that was; none for one GPU."""
+    lines = []
+    for gpu in measured.gpus or ():
+        parts = [] if gpu.peak_bytes is None else [f"peak {format_bytes(gpu.peak_bytes)}"]
+        if gpu.weight_bytes is not None:
+            parts.append(f"{format_bytes(gpu.weight_bytes)} of weights stay")
+        if gpu.host_to_device_bytes_per_step is not None:
+            rate = three_digits(gpu.link_gb_per_s_while_busy or 0)
+            parts.append(
+                f"{format_bytes(gpu.host_to_device_bytes_per_step)} a step over its link at {rate} GB/s, "
+                f"busy {gpu.link_busy_share or 0:.1%}"
+            )
+        lines.append(f"GPU {gpu.index}: {', '.join(parts) or 'nothing is known'}")
+    return lines
 
 
 def times_table(measured: Measured, colour: bool = False, width: int | None = None) -> str:

@@ -100,10 +100,21 @@ class Run:
         return ", ".join(f"{count} x {one_line(name)}" for name, count in counts.items()) or None
 
     @property
+    def num_gpus(self) -> int | None:
+        """GPUs of all ranks; None without a GPU. In older records each rank has one."""
+        if self.request.num_gpus is not None:
+            return self.request.num_gpus or None
+        return None if self.measured.device == "cpu" else self.request.world_size
+
+    @property
+    def processors(self) -> str | None:
+        """Several GPUs or, without a GPU, several ranks, as in `4 GPUs`; None for one."""
+        return processors_in_short(self.num_gpus, self.request.world_size)
+
+    @property
     def setting(self) -> str:
         """Engine, placement, weights and differing options: runs that share them get one bar or line of a figure."""
-        ranks = self.request.world_size or 1
-        parts = [self.request.engine, self._placement(with_shares=False), self.weights, f"{ranks} ranks" * (ranks > 1)]
+        parts = [self.request.engine, self._placement(with_shares=False), self.weights, self.processors]
         return one_line(", ".join(filter(None, [*parts, self.options]))) or "unknown"
 
     @property
@@ -167,6 +178,12 @@ def weights_in_short(quant_bits: int | None, dtype: str | None, quantized: bool 
     if quant_bits is None and quantized:
         return "quantized"
     return SHORT_DTYPES.get(dtype, dtype) if dtype else None
+
+
+def processors_in_short(num_gpus: int | None, world_size: int | None) -> str | None:
+    """Return `4 GPUs` or, without a GPU, `4 ranks`; None for one."""
+    count, kind = (num_gpus, "GPUs") if num_gpus else (world_size or 1, "ranks")
+    return f"{count} {kind}" if count > 1 else None
 
 
 def model_in_short(model: str) -> str:

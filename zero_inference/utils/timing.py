@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,16 +44,18 @@ def time_on_device_s(device: torch.device, action: Callable[[], object]) -> floa
 
 def time_wall_s(device: torch.device, action: Callable[[], object]) -> float:
     """Return the seconds of one run by the host's clock, from an idle device to an idle device."""
-    _synchronize(device)
+    synchronize([device])
     start = time.perf_counter()
     action()
-    _synchronize(device)
+    synchronize([device])
     return time.perf_counter() - start
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait until the GPUs of `devices` are idle."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def capture_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
