@@ -60,7 +60,7 @@ LONGEST = tuple(
     f"test_{name}.py"
     for name in (
         "tokens expert_cache stream_experts stream_prompts families stream_cpu alike csrc_compiles cpu_products search stream "
-        "stream_ranks run machine quantization api plan patching deepspeed micro stream_workspace norms_ops step_graph "
+        "stream_devices run machine quantization api plan patching deepspeed micro stream_workspace norms_ops step_graph "
         "damaged_checkpoints mixed_dtypes hub quality sweep html_report operators norms_patch examples humaneval cpu_threads errors"
     ).split()
 )

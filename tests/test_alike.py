@@ -35,9 +35,9 @@ def small_model(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_of_alike_layers_are_those_found_in_each(name, divided, monkeypatch):
     model, scheme = small_model(name), GroupQuantization(4, 16)
-    found = lay_out_blocks(model, scheme, 1, divided)
+    found = lay_out_blocks(model, scheme, divided)
     monkeypatch.setattr(blocks, "first_of_kind", lambda model: {})
-    assert found == lay_out_blocks(model, scheme, 1, divided)
+    assert found == lay_out_blocks(model, scheme, divided)
     assert [block.layer for block in found[0]] == sorted(block.layer for block in found[0])
     assert {block.layer for block in found[0]} == set(range(LAYERS))
 

@@ -159,7 +159,7 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, cached, fet
         index: prefetcher.placement.blocks[index].layout.stored_bytes - slots * each.expert_bytes
         for index, each in caches
     }
-    assert prefetcher.ring.gathered.keys() == crosses.keys()
+    assert prefetcher.rings[0].gathered.keys() == crosses.keys()
     tables = []
     for turn in range(3):
         for index, each in cache.by_block.items():
@@ -226,7 +226,7 @@ def test_fetched_experts_take_no_more_memory_than_the_device_has():
     budget, quota = (700 + 0.5) / 2**30, tuple(range(9))
     for free, most in ((None, 8), (1 << 30, 8), (100 + 700 + 2 * 1600 + 1000, 5), (100 + 700 + 2 * 1600, 0)):
         blocks[0].layout.workspace_bytes = 100
-        plan = plan_placement(blocks, 0, free, budget, 2).with_cpu_shares(1.0, 1.0)
+        plan = plan_placement(blocks, 0, [free], budget, 2).with_cpu_shares(1.0, 1.0)
         staged = plan.with_quota(quota, None).with_budget_used()
         assert max(staged.quota, default=0) == most, free
         assert free is None or staged.device_bytes <= free
@@ -417,9 +417,9 @@ def a_mixture(layers: int = 4, number: int = 8, chosen: int = 2) -> list[Block]:
     return blocks
 
 
-def placement_for(budget: int, ranks: int = 1) -> Placement:
+def placement_for(budget: int) -> Placement:
     blocks = a_mixture()
-    plan = plan_placement(blocks, 0, None, (budget + 0.5) / 2**30, 2, ranks)
+    plan = plan_placement(blocks, 0, [None], (budget + 0.5) / 2**30, 2)
     return plan.with_cpu_shares(1.0, 1.0).with_budget_used()
 
 
@@ -440,7 +440,7 @@ def test_blocks_that_every_token_uses_come_first():
 def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
     """Of four blocks' experts, 200 bytes each, 13 are cached; blocks without a cache share the memory of what they fetch."""
     blocks = a_mixture()
-    plan = plan_placement(blocks, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
+    plan = plan_placement(blocks, 0, [None], (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
     plan = plan.with_cpu_shares(1.0, 1.0)
     for most, slots, staging in ((0, [3, 3, 4, 3], 0), (3, [3, 3, 4, 3], 0), (4, [4], 1024), (8, [], 2048)):
         quota = tuple(min(most, missed) for missed in range(9)) if most else ()
@@ -452,7 +452,7 @@ def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
 def test_experts_are_fetched_only_where_that_promises_enough():
     """A token reads 869 of 6400 bytes of experts; a CPU four times as fast as the link gains 4% by leaving some."""
     blocks = a_mixture()
-    plan = plan_placement(blocks, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
+    plan = plan_placement(blocks, 0, [None], (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
     for cores, share in ((100.0, 128 / (128 + 8.69)), (200.0, 1.0)):
         rates = ConcurrentRates(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
         split = split_of(plan.with_cpu_shares(1.0, 0.0), rates)
@@ -472,7 +472,7 @@ def test_as_many_choices_hit_as_text_gave():
             stays = bool(use.get("fetched_bytes_per_step")) and "prompt_rows" in record["stream"]["cores"]
             blocks = a_mixture(8, number, chosen)
             budget = 8 * 100 + round(8 * slots) * 200
-            plan = plan_placement(blocks, 0, None, (budget + 0.5) / 2**30, 2)
+            plan = plan_placement(blocks, 0, [None], (budget + 0.5) / 2**30, 2)
             plan = plan.with_cpu_shares(1.0, 1.0)
             plan = plan.with_quota((0,) + chosen * (1,), None) if stays else plan.with_budget_used()
             assert sum(plan.expert_slots.values()) == round(8 * slots)
@@ -491,7 +491,7 @@ def test_as_many_choices_hit_as_text_gave():
 def test_no_more_choices_hit_than_there_are_slots(quota):
     """64 sequences choose all 8 experts of a layer, of which 4 are cached."""
     blocks = a_mixture(8, 8, 2)
-    plan = plan_placement(blocks, 0, None, (8 * 100 + 8 * 4 * 200 + 0.5) / 2**30, 2)
+    plan = plan_placement(blocks, 0, [None], (8 * 100 + 8 * 4 * 200 + 0.5) / 2**30, 2)
     plan = replace(plan.with_cpu_shares(1.0, 1.0), decode_tokens=64).with_quota(quota, None)
     assert set(plan.expert_slots.values()) == {4}
     assert plan.computed_bytes + plan.fetched_expert_bytes == pytest.approx(8 * 4 * 200, rel=1e-3)

@@ -36,7 +36,7 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
     }
     for name, weight in zip(form.biases, list(weights.values())):
         weights[name] = torch.randn(NUMBER, weight.shape[1]).to(dtype)
-    layout = lay_out(weights.items(), scheme, 1, exact=form.biases)
+    layout = lay_out(weights.items(), scheme, exact=form.biases)
     buffer, exact = torch.zeros(layout.nbytes, dtype=torch.uint8), {}
     for name, weight in weights.items():
         packed = scheme and name not in form.biases

@@ -167,7 +167,7 @@ def with_stream_weights(model: nn.Module, device: torch.device | str = "cpu") ->
         device: where they are quantized; a GPU finds other codes than a CPU for some groups.
     """
     model, scheme = copy.deepcopy(model), GroupQuantization(4, GROUP, torch.float32)
-    blocks, _ = lay_out_blocks(model, scheme, 1, False)
+    blocks, _ = lay_out_blocks(model, scheme, False)
     _, layers = decoder_layers(model)
     for block in blocks:
         for stored in block.layout.parameters:

@@ -305,7 +305,7 @@ def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
     plan = planned("--model opt-1.3b --dummy --engine stream --gpu-memory 1 --batch-size 8", machine)
     least = plan.engine_plan.min_free_device_bytes
     for free, fits in ((least, True), (least - 1, False)):
-        job = replace(plan.job, free_device_bytes=free)
+        job = replace(plan.job, free_by_device=(free,))
         there = Plan(job, replace(plan.engine_plan, job=job))
         assert there.fits is fits
         assert least - plan.engine_plan.device_peak_bytes >= 1 << 30

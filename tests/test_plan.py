@@ -154,13 +154,13 @@ def test_json_of_a_described_machine_has_times_and_their_limits(capfd):
 def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
     job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
-    tight = make_plan(replace(job, free_device_bytes=12 << 30))
+    tight = make_plan(replace(job, free_by_device=(12 << 30,)))
     assert tight.engine_plan.placement.resident and tight.engine_plan.placement.in_host_memory
     kept = tight.engine_plan.footprint.device + tight.job.kv_device_bytes + 1.5 * tight.job.activation_bytes
     assert 11 << 30 < kept + RESERVE_BYTES <= 12 << 30, "half of the activations is left for the allocator"
     why = r"do not fit into the 0 bytes of device memory left for them by embedding and head .* KV cache .* of 2 GiB free\.$"
     with pytest.raises(DoesNotFit, match=why):
-        make_plan(replace(job, free_device_bytes=2 << 30))
+        make_plan(replace(job, free_by_device=(2 << 30,)))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def large_host(no_gpu, monkeypatch):
 def on_a_gpu(free_device_bytes: int, **options):
     config = RunConfig(dummy=True, dtype="bfloat16", **options).validate()
     ranks = Ranks(**{**vars(detect_ranks()), "device": torch.device("cuda")})
-    return make_plan(replace(describe_job_without_memory(config, ranks), free_device_bytes=free_device_bytes))
+    return make_plan(replace(describe_job_without_memory(config, ranks), free_by_device=(free_device_bytes,)))
 
 
 # opt-13b has 23.9 GiB of weights and 0.78 MiB of keys and values a token

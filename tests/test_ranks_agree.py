@@ -18,6 +18,7 @@ from zero_inference.measure import session
 from zero_inference.config.run_config import RunConfig
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, make_plan, plan_run
+from zero_inference.hardware.machine import Machine
 rank = int(os.environ["RANK"])
 ranks = group.detect_ranks()
 """
@@ -25,7 +26,7 @@ PREFETCH = (
     PRELUDE
     + """
 free = [1 << 34, 300_000][rank]  # bytes; a decoder layer has 0.2 MB
-group.Ranks.free_device_bytes = lambda self, least_of_ranks=False: int(self.minimum(free)) if least_of_ranks else free
+Machine.free_device_bytes = lambda self, devices, ranks=None: (int(ranks.minimum(free)) if ranks else free,)
 config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_size=2, prompt_len=8, gen_len=4).validate()
 spec = resolve_model(config, "cpu")
 group.start_process_group(ranks)
@@ -35,7 +36,7 @@ loaded = plan_run(config, spec, ranks).load()
 ids = torch.arange(8).view(1, 8) + 3
 output = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
 zero = loaded.facts["ds_config"]["zero_optimization"]
-print("RESULT", json.dumps({"free": ranks.free_device_bytes(), "zero": zero, "ids": output.tolist()}))
+print("RESULT", json.dumps({"free": free, "zero": zero, "ids": output.tolist()}))
 loaded.close()
 group.stop_process_group()  # or a gloo thread that outlives Python's end may abort the process
 """

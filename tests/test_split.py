@@ -239,11 +239,11 @@ def test_a_placement_that_stays(share, automatic, uses, monkeypatch):
     assert corrected(watched(monkeypatch, replace(AUTOMATIC, automatic=automatic), uses), placed) == [placed]
 
 
-@pytest.mark.parametrize("attends, ranks, moves", [(False, 1, False), (True, 1, True), (False, 2, True)])
-def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, ranks, moves):
-    """Keys and values of 5 GB, unless the CPU attends; and the links of two ranks carry twice as much as one."""
-    alone = rates(alone=55.0 * ranks)
-    plan = CpuPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, ranks=ranks)
+@pytest.mark.parametrize("attends, gpus, moves", [(False, 1, False), (True, 1, True), (False, 2, True)])
+def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, gpus, moves):
+    """Keys and values of 5 GB, unless the CPU attends; and the links of two GPUs carry twice as much as one."""
+    alone = rates(alone=55.0 * gpus)
+    plan = CpuPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, gpus=gpus)
     found = corrected(watched(monkeypatch, plan, [FIFTY] * 9), fine(0.8))
     assert (len(found) > 1) == moves
 
@@ -259,13 +259,13 @@ def blocks(*times: tuple[float | None, float]) -> list[BlockTimes]:
 
 def test_the_longer_of_both_where_blocks_are_alike():
     few = blocks(*[(2.0, 1.0)] * 10)
-    assert simulate_passes(few, 3, False) == pytest.approx(20.0), "the link is never idle"
-    assert simulate_passes(blocks(*[(1.0, 2.0)] * 10), 3, False) == pytest.approx(20.0), "blocks wait in the ring"
-    assert simulate_passes(blocks(*[(None, 2.0)] * 10), 3, False) == pytest.approx(20.0)
+    assert simulate_passes(few, [3], False) == pytest.approx(20.0), "the link is never idle"
+    assert simulate_passes(blocks(*[(1.0, 2.0)] * 10), [3], False) == pytest.approx(20.0), "blocks wait in the ring"
+    assert simulate_passes(blocks(*[(None, 2.0)] * 10), [3], False) == pytest.approx(20.0)
 
 
 def test_one_slot_lets_nothing_run_beside_anything():
-    assert simulate_passes(blocks(*[(2.0, 1.0)] * 4), 1, False) == pytest.approx(12.0)
+    assert simulate_passes(blocks(*[(2.0, 1.0)] * 4), [1], False) == pytest.approx(12.0)
 
 
 def test_a_large_block_comes_late_where_its_slot_is_free_too_late():
@@ -273,15 +273,17 @@ def test_a_large_block_comes_late_where_its_slot_is_free_too_late():
     the others, 3 s before it is needed; with ten there is time for all."""
     some = blocks(*[(0.5, 3.0)] * 9, (8.0, 3.0))
     link_s, work_s = 12.5, 30.0
-    assert simulate_passes(some, 2, False) == pytest.approx(work_s + 8.0 - 3.0) and link_s < work_s
-    assert simulate_passes(some, 10, False) == pytest.approx(work_s)
+    assert simulate_passes(some, [2], False) == pytest.approx(work_s + 8.0 - 3.0) and link_s < work_s
+    assert simulate_passes(some, [10], False) == pytest.approx(work_s)
 
 
 def test_blocks_with_places_wait_for_their_own_slot():
     """Of five blocks in two slots the first one's slot is that of the last one of the pass before."""
     some = blocks(*[(2.0, 1.0)] * 5)
-    assert simulate_passes(some, 2, False) == pytest.approx(10.0)
-    assert simulate_passes(some, 2, True) == pytest.approx(11.0), "block 5 of 5 is computed before block 1 is sent for"
+    assert simulate_passes(some, [2], False) == pytest.approx(10.0)
+    assert simulate_passes(some, [2], True) == pytest.approx(11.0), (
+        "block 5 of 5 is computed before block 1 is sent for"
+    )
 
 
 def placed(sizes: list[int], computed: set[int], depth: int) -> Placement:
@@ -305,5 +307,5 @@ def test_the_blocks_of_a_plan_take_their_parts_of_the_time():
 
 def test_slots_that_steps_go_round_in():
     found = placed([100] * 10, {0, 1, 2}, depth=6)
-    assert slots_in_steps(found) == 6
-    assert slots_in_steps(replace(found, graphs=True)) == 4, "7 blocks fill 4 slots in two rounds, the last but one"
+    assert slots_in_steps(found, 0) == 6
+    assert slots_in_steps(replace(found, graphs=True), 0) == 4, "7 blocks fill 4 slots in two rounds, the last but one"

@@ -137,7 +137,7 @@ def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpo
     _, expected, _ = run_long(folder, decode_graph="off", **placed)
     loaded, spec, ranks = load(folder, gpu_memory=0, decode_graph="on", gen_len=gen_len, **placed)
     prefetcher, slots = prefetcher_of(loaded), {}
-    own = prefetcher.ring.acquire
+    own = prefetcher.rings[0].acquire
 
     def acquire(block):
         slot = own(block)
@@ -145,7 +145,7 @@ def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpo
             slots.setdefault((block, prefetcher.tokens == BATCH), set()).add(slot)
         return slot
 
-    prefetcher.ring.acquire = acquire
+    prefetcher.rings[0].acquire = acquire
     found = generate(loaded, spec, ranks, gen_len, loops=3)
     used = loaded.facts["stream"]["decode_graph"]
     fetched = prefetcher.placement.streamed

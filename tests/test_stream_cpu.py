@@ -198,7 +198,7 @@ def test_a_load_that_fails_leaves_nothing_behind(owner, name, checkpoints, monke
 
 def test_a_pass_that_broke_off_leaves_the_next_one_right(checkpoints, expected):
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4", ring_depth=3)
-    layers, ring = loaded.model.model.layers, prefetcher_of(loaded).ring
+    layers, ring = loaded.model.model.layers, prefetcher_of(loaded).rings[0]
     generate(loaded, spec, ranks, loops=1)
     before = [fetch.block for fetch in ring.pending]
 
@@ -414,7 +414,7 @@ def test_what_is_read_outside_of_its_layer_is_in_no_block():
 
     model = a_llama(LlamaDecoderLayer)
     model.model.__class__ = Model
-    blocks, outside = lay_out_blocks(model, None, 1, divided=False)
+    blocks, outside = lay_out_blocks(model, None, divided=False)
     held = {(block.layer, stored.name) for block in blocks for stored in block.layout.parameters}
     names = [name for name, _ in model.model.layers[0].named_parameters()]
     missing = {(layer, name) for layer in range(3) for name in names} - held

@@ -151,7 +151,7 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
         quantized = [stored for each in prefetcher.blocks for stored in each.layout.parameters if stored.packed]
         assert {each.expert_group for each in quantized} == {0, at_once}
         others = [each.plain.nbytes for each in quantized if not each.expert_group]
-        assert prefetcher.workspace.numel() == max(at_once * one, *others)
+        assert prefetcher.workspaces[0].numel() == max(at_once * one, *others)
         with torch.inference_mode():
             logits.append(loaded.model(ids.to(loaded.device)).logits)
             output = generate(loaded, spec, ranks).output_ids

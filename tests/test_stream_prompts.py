@@ -170,8 +170,8 @@ def test_the_ring_follows_a_prompt_with_what_came_behind_the_last_one(checkpoint
     short(0.4, TOKENS)
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.7", ring_depth=2)
     prefetcher, called = prefetcher_of(loaded), []
-    begin_pass = prefetcher.ring.begin_pass
-    prefetcher.ring.begin_pass = lambda *orders: called.append(tuple(map(list, orders))) or begin_pass(*orders)
+    begin_pass = prefetcher.rings[0].begin_pass
+    prefetcher.rings[0].begin_pass = lambda *orders: called.append(tuple(map(list, orders))) or begin_pass(*orders)
     generate(loaded, spec, ranks, loops=1)
     placement = prefetcher.placement
     assert called[0] == (placement.in_host_memory, placement.streamed)

@@ -29,7 +29,7 @@ def always_plain(monkeypatch):
 
 
 def layouts_of(model: nn.Module, divided: bool) -> list[layout.BlockLayout]:
-    return [block.layout for block in lay_out_blocks(model, GroupQuantization(4, 32, torch.float32), 1, divided)[0]]
+    return [block.layout for block in lay_out_blocks(model, GroupQuantization(4, 32, torch.float32), divided)[0]]
 
 
 @pytest.mark.parametrize(("share", "gpu_memory"), [("off", 0), ("off", 1), ("0.5", 0)])
@@ -37,7 +37,7 @@ def test_it_holds_the_largest_matrix(share, gpu_memory, checkpoints, always_plai
     folder = checkpoints("llama")
     loaded, spec, ranks = load(folder, cpu_compute=share, gpu_memory=gpu_memory, **INT4)
     prefetcher = prefetcher_of(loaded)
-    assert prefetcher.workspace.numel() == prefetcher.placement.workspace_bytes == 64 * 192 * 4
+    assert prefetcher.workspaces[0].numel() == prefetcher.placement.workspace_bytes == 64 * 192 * 4
     assert loaded.facts["stream"]["workspace_bytes"] == 64 * 192 * 4
     plain: list[dict[str, int]] = []
     for layer in loaded.model.model.layers:
@@ -81,7 +81,7 @@ def test_what_the_model_may_read_itself_is_plain_for_its_block(mlp, own, share, 
     prefetcher = prefetcher_of(loaded)
     parameters = [stored for each in prefetcher.blocks for stored in each.layout.parameters if stored.packed]
     assert {stored.name.split(".")[-2] for stored in parameters if not stored.module_only} == {own}
-    assert prefetcher.workspace.numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
+    assert prefetcher.workspaces[0].numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
     seen: list[bool] = []
     loaded.model.model.layers[1].self_attn.register_forward_hook(
         lambda *_: seen.append(loaded.model.model.layers[1].get_submodule(f"mlp.{own}").weight.numel() > 0)
@@ -113,7 +113,7 @@ def test_a_weight_beside_child_modules_is_not_where_theirs_come(
     model.save_pretrained(tmp_path)
     expected = ids_of_restored_weights(tmp_path)
     loaded, spec, ranks = load(tmp_path, cpu_compute=share, **INT4)
-    assert prefetcher_of(loaded).workspace.numel() == (64 + 192) * 64 * 4
+    assert prefetcher_of(loaded).workspaces[0].numel() == (64 + 192) * 64 * 4
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
     loaded.close()
 
@@ -136,7 +136,7 @@ def test_a_module_that_is_not_known_has_all_its_weights_plain_in_its_calls():
 
 def test_slots_are_held_until_their_block_ends(checkpoints, always_plain):
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="off", ring_depth=2, **INT4)
-    ring, held = prefetcher_of(loaded).ring, []
+    ring, held = prefetcher_of(loaded).rings[0], []
     for layer in loaded.model.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda *_: held.append(ring.held is not None))
     generate(loaded, spec, ranks, loops=1)

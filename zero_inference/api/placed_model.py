@@ -93,7 +93,8 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
         # logits [rows, length, vocabulary], two float32 copies of them that a log-softmax makes, and the KV cache, which a plain call fills
         logits = config.batch_size * config.positions * spec.text_config.vocab_size * (spec.dtype.itemsize + 8)
         kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
-        job = replace(job, free_device_bytes=max(0, job.free_device_bytes - logits - kv_bytes))
+        first, *others = job.free_by_device
+        job = replace(job, free_by_device=(max(0, first - logits - kv_bytes), *others))
     plan = make_plan(job)
     plan.check()
     check_memory(plan)

@@ -46,12 +46,11 @@ class Job:
     spec: ModelSpec
     ranks: Ranks
     empty_model: EmptyModel
-    free_device_bytes: int | None  # of the connected rank with the least; None for a CPU, whose device is host memory
+    free_by_device: tuple[int, ...]  # of each of `devices`, or of the connected rank with the least; empty for a CPU
     group: Any = None  # result of the engine's `connect`; None where this rank plans alone
     machine: Machine = Machine()
     # Devices that this process drives, `ranks.device` by default. The first one has embedding, head, inputs and outputs.
     devices: tuple[torch.device, ...] = ()
-    free_by_device: tuple[int, ...] = ()  # free bytes of each of `devices`; empty for a CPU
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -61,6 +60,11 @@ class Job:
     def num_gpus(self) -> int:
         """GPUs of the whole run, each with a link; 1 for a CPU."""
         return len(self.devices) * self.ranks.world_size
+
+    @property
+    def free_device_bytes(self) -> int | None:
+        """The least free bytes of a device; None for a CPU, whose device is host memory."""
+        return min(self.free_by_device, default=None)
 
     @property
     def sizes(self) -> ModelSizes:

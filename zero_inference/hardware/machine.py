@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,13 +60,17 @@ class Machine:
         """Return the number of GPUs of a node."""
         return len(self.other.gpus) if self.other else torch.cuda.device_count()
 
-    def free_device_bytes(self, ranks: Ranks, least_of_ranks: bool) -> int | None:
-        """Return the free memory of a rank's device, or the least of all ranks (a collective); None without a limit (a CPU)."""
+    def free_device_bytes(self, devices: Sequence[torch.device], ranks: Ranks | None = None) -> tuple[int, ...]:
+        """Return the free memory of each device, or the least of all `ranks` (a collective); empty without a limit (a CPU)."""
+        if devices[0].type != "cuda":
+            return ()
         if self.other:
-            free = min((gpu.free_bytes for gpu in self.other.gpus[: ranks.local_world_size]), default=None)
+            free = [self.other.gpus[device.index].free_bytes for device in devices]
         else:
-            free = ranks.free_device_bytes(least_of_ranks)
-        return free if free is None or self.device_limit_bytes is None else min(free, self.device_limit_bytes)
+            free = [torch.cuda.mem_get_info(device)[0] for device in devices]
+        if ranks is not None:
+            free = [int(ranks.minimum(each)) for each in free]
+        return tuple(free if self.device_limit_bytes is None else [min(each, self.device_limit_bytes) for each in free])
 
     def available_host_bytes(self) -> int:
         """Return the host memory of a node that a run can take."""

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -257,11 +257,11 @@ class DeviceKVCache(PreallocatedCache):
             layer.max_length, layer.length, layer.is_initialized = self.max_length, 0, False
 
     @contextlib.contextmanager
-    def writing_at(self, position: Tensor) -> Iterator[None]:
-        """Within it `update` writes the next token to `position`, int64 [1] on the device and read in stream order, and returns all
+    def writing_at(self, positions: Mapping[torch.device, Tensor]) -> Iterator[None]:
+        """Within it `update` writes the next token to `positions`, int64 [1] on each device and read in stream order, and returns all
         positions, so that attention needs a mask. `advance` counts the token."""
         for layer in self.layers:
-            layer.write_position = position
+            layer.write_position = positions.get(getattr(layer, "device", None))
         try:
             yield
         finally:

@@ -207,7 +207,8 @@ class Plan:
         Raises UsageError: it has become too little."""
         if self.job.free_device_bytes is None:
             return self
-        return make_plan(replace(self.job, free_device_bytes=self.job.machine.free_device_bytes(self.job.ranks, True)))
+        free_by_device = self.job.machine.free_device_bytes(self.job.devices, self.job.ranks)
+        return make_plan(replace(self.job, free_by_device=free_by_device))
 
     def load(self, progress: LoadProgress = lambda done: None) -> LoadedModel:
         """Return the model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError."""
@@ -228,7 +229,8 @@ def build_job(
     """Read the free memory of the device, or the least of all ranks (a collective), and build the empty model if needed.
     Raises UsageError: transformers cannot build the model."""
     empty_model = empty_model or build_empty_model(spec)
-    return Job(config, spec, ranks, empty_model, machine.free_device_bytes(ranks, least_of_ranks), group, machine)
+    least = ranks if least_of_ranks else None
+    return Job(config, spec, ranks, empty_model, machine.free_device_bytes((ranks.device,), least), group, machine)
 
 
 def make_plan(job: Job) -> Plan:

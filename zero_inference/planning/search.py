@@ -113,9 +113,8 @@ def _with_ranks(job: Job, count: int) -> Job:
     if count == job.ranks.world_size:
         return job
     ranks = replace(job.ranks, world_size=count, local_world_size=count)
-    every = [replace(ranks, rank=rank, local_rank=rank, device=torch.device("cuda", rank)) for rank in range(count)]
-    free = [job.machine.free_device_bytes(each, False) for each in every]
-    return replace(job, ranks=ranks, free_device_bytes=min(each for each in free if each is not None))
+    free = job.machine.free_device_bytes(tuple(torch.device("cuda", index) for index in range(count)))
+    return replace(job, ranks=ranks, free_by_device=(min(free),))
 
 
 def _plan_batches(job: Job, fields: Fields, batch_sizes: Collection[int], kv_offload: Sequence[bool]) -> SearchResult:
@@ -174,7 +173,7 @@ def _least_plan(job: Job, options: dict[str, Any]) -> tuple[Plan, bool]:
         return plan_with(job, **options, **({} if chosen else ALL_IN_HOST_MEMORY)), False
     except DoesNotFit:
         whole_layers = ALL_IN_HOST_MEMORY | {"cpu_compute": "off", "cpu_threads": None}
-        found = plan_with(replace(job, free_device_bytes=1 << 60), **options, **whole_layers)
+        found = plan_with(replace(job, free_by_device=(1 << 60,) * len(job.free_by_device)), **options, **whole_layers)
         return Plan(found.job, replace(found.engine_plan, job=replace(job, config=found.job.config))), True
 
 

@@ -50,13 +50,6 @@ class Ranks:
     def total(self, value: int) -> int:
         return sum(self.gather_objects(value))
 
-    def free_device_bytes(self, least_of_ranks: bool = False) -> int | None:
-        """Return the free memory of this rank's device, or the least of all ranks (a collective); None for a CPU."""
-        if self.device.type != "cuda":
-            return None
-        free = torch.cuda.mem_get_info(self.device)[0]
-        return int(self.minimum(free)) if least_of_ranks else free
-
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return equally shaped `rows` [b, n] of all ranks concatenated along dim 0, in rank order, on the host."""
         if self.world_size == 1:

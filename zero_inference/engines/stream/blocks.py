@@ -69,9 +69,7 @@ class Block:
         return ".".join(filter(None, (prefix, str(self.layer), self.module, parameter)))
 
 
-def lay_out_blocks(
-    model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
-) -> tuple[list[Block], int]:
+def lay_out_blocks(model: nn.Module, scheme: GroupQuantization | None, divided: bool) -> tuple[list[Block], int]:
     """Return the blocks of the decoder layers of a meta model, and the bytes of all other parameters.
 
     Raises:
@@ -96,9 +94,21 @@ def lay_out_blocks(
                     full_name = block.full_name(prefix, name)
                     raise group_size_refusal(scheme.group_size, full_name, tuple(matrix.shape))
             fused = [experts.weights_in(name) for name, experts in block.mixtures]
-            by_kind[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
+            by_kind[key] = lay_out(parameters, scheme, block.exact, block.transposed, block.module_only, fused)
         blocks[index] = replace(block, layout=by_kind[key])
     return blocks, _nbytes(p for p in model.parameters() if id(p) not in in_blocks)
+
+
+def why_one_device(model: nn.Module) -> str | None:
+    """Return why the decoder layers of a meta model have to be on one device, in a few words; None where each may be on any."""
+    prefix, layers = decoder_layers(model)
+    if trace_reads(model) is None:
+        return "a pass of the model could not be traced"
+    if _parameters_outside_layers(model, layers):
+        return "its decoder layers share weights"
+    if getattr(text_config(getattr(model, "config", None)), "num_kv_shared_layers", 0):
+        return "some of its decoder layers read keys and values of others"
+    return None
 
 
 def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> list[Block]:

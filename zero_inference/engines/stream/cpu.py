@@ -203,7 +203,7 @@ class CpuBackend:
         ranks, count = job.ranks, job.ranks.world_size
         self.experts: ExpertCaches | None = None  # with one rank
         if placement.expert_slots or placement.quota:
-            self.experts = ExpertCaches(placement, store, ranks.device, transfers)
+            self.experts = ExpertCaches(placement, store, job.devices, transfers)
         if count == 1 and not job.on_gpu:
             self.pool = CpuPool(plan.cpus, spin_us=0)
             self.calls: DirectCalls | HandOff = DirectCalls(self.pool, transfers)
@@ -225,7 +225,7 @@ class CpuBackend:
             ranks.barrier()  # until the first rank has cleared the flags
 
     def block(self, index: int, module: nn.Module) -> CpuBlock:
-        block, buffer = self.placement.blocks[index], self.store.whole(index)
+        block, buffer = self.placement.blocks[index], self.store.buffers[index]
         if block.experts is None:
             return CpuBlock(block, module, buffer, self)
         cache = None if self.experts is None else self.experts.by_block.get(index)

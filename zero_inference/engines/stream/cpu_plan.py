@@ -20,8 +20,6 @@ from zero_inference.utils.model_sizes import query_heads_per_kv_head
 
 CPU_ATTENTION_TRIAL = "why the CPU cannot attend"  # key of the empty model's cache
 NO_LINK = "no GPU, so no weights cross PCIe"
-# Two H100s, Llama-2-13B in 4 bits: batch 2 26.9 token/s without the CPU, 21.2 with it; batch 16 194 and 126 (`h100-x2`).
-SEVERAL_GPUS = "several GPUs are faster without it; --cpu-compute SHARE uses it all the same"
 # Short prompts: products are measured with up to so many rows, and their rate is assumed to fall as 1 / rows above (int4, 15 threads: 62
 # GB/s with 32 rows, 37 with 64, 19 with 128).
 MEASURED_ROWS, MAX_PROMPT_ROWS = 32, 128
@@ -41,15 +39,15 @@ MIXTURE_SLOWNESS = 2.0
 
 @dataclass(frozen=True)
 class CpuPlan:
-    cpus: tuple[int, ...]  # CPUs of the first rank's pool threads; -1 for a thread that is not bound
+    cpus: tuple[int, ...]  # CPUs of the pool's threads; -1 for a thread that is not bound
     share: float  # of the bytes in host memory, that the CPU multiplies in a decode step
-    decode_rows: int  # most tokens of a rank's decode step; longer passes fetch everything, except short prompts
+    decode_rows: int  # most tokens of a decode step; longer passes fetch everything, except short prompts
     rates: ConcurrentRates | None  # measured rates that gave the share; None without a GPU
     attends: bool = False  # whether the CPU attends over keys and values in host memory
-    kv_bytes: int = 0  # keys and values in host memory that a decode step reads, on average, of all ranks
+    kv_bytes: int = 0  # keys and values in host memory that a decode step reads, on average
     kv_slowness: float = 1.0  # link seconds per byte of them, relative to page-locked memory
     automatic: bool = False  # the share was planned, not given by the user
-    ranks: int = 1  # whose rows are multiplied together
+    gpus: int = 1  # whose layers the CPU computes
     instructions: str = ""  # instruction set of the products
     link_rests: bool = False  # no weights are in host memory, so only hidden states cross the link
     prompt_rows: int = 0  # most tokens of a prompt in which the CPU multiplies, too; 0 for none
@@ -111,23 +109,12 @@ def why_no_cpu_compute(job: Job) -> str | None:
     Raises:
         UsageError: --cpu-compute asks for it.
     """
-    share, hosts = job.config.cpu_share, job.ranks.num_nodes
+    share = job.config.cpu_share
     if share == 0:
         return "--cpu-compute off"
-    if hosts > 1 and share is not None:
-        raise UsageError(
-            f"--cpu-compute {job.config.cpu_compute}: the ranks are on {hosts} hosts, each with a part of every layer, and a CPU "
-            "multiplies only what is in its own memory; use one host, or --cpu-compute off."
-        )
-    if hosts > 1:
-        return "the ranks are on several hosts"
     if share is None and not (job.on_gpu and job.machine.gpus()) and not multiplies_codes(job):
         return NO_LINK
-    if share is None and job.ranks.world_size > 1:
-        return SEVERAL_GPUS
     missing = job.machine.why_no_cpu_backend(job.on_gpu)
-    if not _is_alone(job):
-        missing = next(filter(None, job.ranks.gather_objects(missing)), None)
     if missing and share is not None:
         raise UsageError(
             f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled: {missing.rstrip('.')}; or use --cpu-compute off."
@@ -136,8 +123,6 @@ def why_no_cpu_compute(job: Job) -> str | None:
 
 
 def why_no_cpu_attention(job: Job) -> str | None:
-    if job.ranks.world_size > 1:
-        return "several ranks, each with keys and values of its own"
     if CPU_ATTENTION_TRIAL not in job.empty_model.facts and not job.empty_model.is_empty:
         return "it was not tried before the weights were loaded"
     reason = job.empty_model.cached(CPU_ATTENTION_TRIAL, lambda: why_cpu_cannot_attend(job.empty_model.model))
@@ -147,7 +132,7 @@ def why_no_cpu_attention(job: Job) -> str | None:
 def multiplies_codes(job: Job) -> bool:
     """Return whether the CPU multiplies codes as they are stored: without a GPU, unless --cpu-compute is given. Dequantizing them first
     takes longer than reading weights in 16 bits."""
-    return not job.on_gpu and job.config.quantized and job.config.cpu_share is None and job.ranks.world_size == 1
+    return not job.on_gpu and job.config.quantized and job.config.cpu_share is None
 
 
 def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[Placement, CpuPlan] | str:
@@ -156,7 +141,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     Raises:
         UsageError: --cpu-compute SHARE for a model without a suitable block, or too many threads.
     """
-    config, ranks = job.config, job.ranks.world_size
+    config = job.config
     cpus = job.machine.cpus(job.ranks, config.cpu_threads)
     share = 1.0 if multiplies_codes(job) else config.cpu_share
     can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
@@ -167,19 +152,16 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the CPU can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
         )
-    if job.machine.is_here and _is_alone(job):
-        measured: ConcurrentRates | str = "its rate is only measured in a run, by all ranks together"
-    else:
-        text = job.spec.text_config
-        heads = query_heads_per_kv_head(text) if can_attend else 0
-        work = CpuWorkload(job.spec.dtype, placement.scheme, job.rank_batch, text.hidden_size, heads)
-        measured = job.machine.concurrent_rates(job.ranks, cpus, work)  # or why there are none
+    text = job.spec.text_config
+    heads = query_heads_per_kv_head(text) if can_attend else 0
+    work = CpuWorkload(job.spec.dtype, placement.scheme, job.rank_batch, text.hidden_size, heads)
+    measured = job.machine.concurrent_rates(job.ranks, cpus, work)  # or why there are none
     rates = measured if isinstance(measured, ConcurrentRates) else None
-    placement = replace(placement, decode_tokens=ranks * job.rank_batch)
-    kv_bytes, kv_slowness = ranks * job.mean_kv_bytes if config.kv_offload else 0, 1.0
+    placement = replace(placement, decode_tokens=job.rank_batch)
+    kv_bytes, kv_slowness = job.mean_kv_bytes if config.kv_offload else 0, 1.0
     profile = None if config.pin_kv_cache else job.machine.profile()
     if rates is not None and profile is not None and profile.pageable_link_gb_per_s:
-        kv_slowness = rates.link_alone_gb_per_s / profile.pageable_link_gb_per_s
+        kv_slowness = rates.link_alone_gb_per_s / job.num_gpus / profile.pageable_link_gb_per_s
     plan = CpuPlan(
         cpus,
         share=0.0,
@@ -188,7 +170,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         attends=can_attend,
         kv_bytes=kv_bytes,
         kv_slowness=kv_slowness,
-        ranks=ranks,
+        gpus=job.num_gpus,
         instructions=job.machine.instructions(),
         link_rests=not placement.host_bytes,
     )
@@ -230,7 +212,7 @@ def plan_short_prompts(job: Job, placement: Placement, plan: CpuPlan) -> tuple[P
     Rates of quantized weights are measured with bfloat16 scales. Others are far slower, float16 because AMX then takes 8 rows at a time:
     128 tokens of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (benchmarks/LOG.md).
     """
-    if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
+    if not job.on_gpu or plan.rates is None or plan.attends:
         return placement, plan
     tokens, blocks = job.rank_batch * job.config.prompt_len, placement.prompt_candidates
     not_measured = placement.scheme is not None and job.spec.dtype != torch.bfloat16
@@ -312,11 +294,6 @@ def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple
     return hidden_bytes + routing_bytes, hidden_bytes  # each tensor of a `Routing` from a cache line on
 
 
-def _is_alone(job: Job) -> bool:
-    """Return whether one of several ranks plans without the others: for --dry-run, and for suggested options."""
-    return job.ranks.world_size > 1 and job.group is None
-
-
 @dataclass(frozen=True)
 class Split:
     of_experts: float  # share of the bytes of experts in host memory that the CPU multiplies
@@ -334,7 +311,7 @@ def best_split(placement: Placement, plan: CpuPlan) -> Split:
     """
     rates, not_attending = plan.rates, replace(plan, attends=False)
     # without the CPU, resident layers use the memory of the expert cache
-    sent = placement.host_bytes - placement.expert_budget + not_attending.carried_bytes
+    sent = placement.host_bytes - sum(placement.expert_budgets) + not_attending.carried_bytes
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = []
     for each in [not_attending, plan] if plan.attends else [plan]:
@@ -349,20 +326,25 @@ def best_split(placement: Placement, plan: CpuPlan) -> Split:
 def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]:
     """Return how many of a layer's missed experts the device fetches so that link and CPU end together, by the number of missed ones.
 
-    The link also copies streamed blocks, equally many bytes in each layer. Empty where fetching gains nothing.
+    The links also copy streamed blocks, equally many bytes in each layer, but only that of the layer's device fetches experts. Empty where
+    fetching gains nothing.
     """
     blocks = placement.cpu_experts
     if not blocks:
         return ()
     size = sum(map(placement.expert_bytes, blocks)) / len(blocks)
     forms = [placement.blocks[block].experts for block in blocks]
-    link, cpu = FETCH_RATE_RATIO * rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
+    cpu, one_link = rates.cores_gb_per_s * 1e9, rates.link_gb_per_s / len(placement.devices) * 1e9
     ahead_s = placement.nbytes_of(placement.streamed) / placement.layers / (rates.link_gb_per_s * 1e9)
 
     def seconds(missed: int, fetched: int) -> float:
         left = missed - fetched
         cpu_s = rates.call_overhead_s(left * size, left) + left * size / cpu
-        return max(cpu_s, ahead_s + fetched * size / link + FETCHED_PRODUCTS_S) if fetched else cpu_s
+        return (
+            max(cpu_s, ahead_s + fetched * size / (FETCH_RATE_RATIO * one_link) + FETCHED_PRODUCTS_S)
+            if fetched
+            else cpu_s
+        )
 
     most = max(min(form.num_experts, placement.decode_tokens * form.top_k) for form in forms)
     quota = tuple(

@@ -6,7 +6,8 @@ step is in tensors (`StepInputs`). Before a graph is used, one step is computed 
 
 A step that streams weights is a sequence of graphs. The host acquires a slot before a block and releases it afterwards; both order
 streams by events, and releasing also queues copies, which a graph cannot hold because they run into the next step. So the capture ends
-there, the host does its work, and the next graph begins; the replay does the same.
+there, the host does its work, and the next graph begins; the replay does the same. A graph is on one device, so the capture also ends where
+the next layer is on another one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,9 @@ from zero_inference.utils.patching import Patches
 EAGER_STEPS = 2
 # One step of each kind is timed, which is noisy, and other work of the host slows down later steps of Python, but not those of a graph
 MAX_SLOWDOWN = 1.1
-RANKS = "there are several ranks"
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
 REMEDIES = {  # by reason; "use --decode-graph off" for the others
-    RANKS: "use one process, or --decode-graph off",
     KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
     TRACED: "drop one of the two",
 }
@@ -66,7 +65,6 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
         getattr(job.spec.text_config, "_attn_implementation", None) or job.empty_model.model.config._attn_implementation
     )
     reasons = {
-        RANKS: job.ranks.world_size > 1,
         KEYS_IN_HOST: config.kv_offload,
         TRACED: config.trace is not None,
         "its attention is not PyTorch's": attention != "sdpa",
@@ -152,12 +150,12 @@ class StepGraph:
 
     def _capture(self, call: dict[str, Any]) -> None:
         cache = call["past_key_values"]
-        inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
+        inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype, self.prefetcher.devices)
         inputs.fill(call)
         arguments = inputs.arguments_for(call)
 
         def step() -> torch.Tensor:
-            with self.prefetcher.timeline.paused(), cache.writing_at(inputs.cache_position), using_decode_attention():
+            with self.prefetcher.timeline.paused(), cache.writing_at(inputs.cache_positions), using_decode_attention():
                 return self.original_forward(**arguments).logits
 
         self.prefetcher.fix_slots()
@@ -183,7 +181,7 @@ class StepGraph:
         """Compute a step in three ways: by the graph, twice; eagerly with the graph's mask, to compare results; and eagerly as usual, to
         compare times. Return the output of the last one."""
         cache, position = call["past_key_values"], call["past_key_values"].get_seq_length()
-        streams = self.prefetcher.timeline.streams
+        streams = [device.streams for device in self.prefetcher.timeline.devices]
         try:
             for _ in range(2):  # the first time takes longer
                 self.prefetcher.begin_captured_pass()
@@ -192,7 +190,7 @@ class StepGraph:
             of_graph = [output.logits[:, -1].clone(), *cache.at(position)]
             output = self.original_forward(**call | {"attention_mask": visible_positions(call, self.dtype)})
             eager = [output.logits[:, -1].clone(), *cache.at(position)]
-            differences = [_difference(one, other) for one, other in zip(of_graph, eager)]
+            differences = [_difference(one, other).to(call["input_ids"].device) for one, other in zip(of_graph, eager)]
             cache.advance(-1)
         except (torch.OutOfMemoryError, RunError) as error:
             cache.advance(position - cache.get_seq_length())
@@ -226,11 +224,13 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30)
 
 
-def _timed(work: Callable[[], Any], streams: DeviceStreams) -> tuple[float, Any]:
-    streams.synchronize()
+def _timed(work: Callable[[], Any], devices: Sequence[DeviceStreams]) -> tuple[float, Any]:
+    for streams in devices:
+        streams.synchronize()
     start = time.perf_counter()
     result = work()
-    streams.synchronize()
+    for streams in devices:
+        streams.synchronize()
     return time.perf_counter() - start, result
 
 
@@ -248,7 +248,8 @@ def capture_cuda_graphs(step: Step, prefetcher: Prefetcher) -> CapturedStep:
         RuntimeError: it does something that cannot be captured, such as waiting for the device. The next step can be computed as usual.
     """
     sequence = _GraphSequence()
-    torch.cuda.synchronize()
+    for streams in prefetcher.timeline.devices:
+        streams.streams.synchronize()
     torch.cuda.empty_cache()  # graphs do not take their memory from there
     with prefetcher.compute.entered(), _between_graphs(prefetcher, sequence.between):
         sequence.begin()
@@ -294,17 +295,19 @@ def capture_calls(step: Step, prefetcher: Prefetcher) -> CapturedStep:
 
 
 class _GraphSequence:
-    """Graphs one after the other, which share their memory, and the host's work between them."""
+    """Graphs one after the other, which share the memory of their device, and the host's work between them. A graph is on one device, the
+    one that is current when it begins."""
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pools: dict[int, Any] = {}  # by device
         self.graph: torch.cuda.CUDAGraph | None = None  # under capture
         self.parts: list[Callable[[], Any]] = []
         self.graphs = 0
 
     def begin(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        pool = self.pools.setdefault(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
+        self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
         assert self.graph is not None
@@ -330,11 +333,12 @@ class _GraphSequence:
             if self.graph is not None:
                 self.graph.capture_end()
                 ended = True
+        pool = self.pools.get(device)
         with contextlib.suppress(RuntimeError):  # it was ended
-            torch._C._cuda_endAllocateToPool(device, self.pool)
+            torch._C._cuda_endAllocateToPool(device, pool)
         if not ended:
             with contextlib.suppress(RuntimeError):  # else its part of the pool is never given back
-                torch._C._cuda_releasePool(device, self.pool)
+                torch._C._cuda_releasePool(device, pool)
         with contextlib.suppress(RuntimeError):
             generator = torch.cuda.default_generators[device]
             generator.graphsafe_set_state(generator.clone_state())  # a copy is in no capture
@@ -360,17 +364,22 @@ class StepInputs:
 
     ids: torch.Tensor  # int64 [B, 1]
     positions: torch.Tensor  # int64 [B, 1]
-    cache_position: torch.Tensor  # int64 [1], the cache's next position
+    cache_positions: Mapping[torch.device, torch.Tensor]  # int64 [1] on each device, the cache's next position
     mask: torch.Tensor  # added to attention scores, [B, 1, 1, positions of the cache], in the model's dtype
 
     @classmethod
-    def like(cls, ids: torch.Tensor, length: int, dtype: torch.dtype) -> StepInputs:
+    def like(
+        cls, ids: torch.Tensor, length: int, dtype: torch.dtype, devices: Sequence[torch.device] = ()
+    ) -> StepInputs:
         mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
-        return cls(torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(1), mask)
+        positions = {device: ids.new_empty(1, device=device) for device in devices or (ids.device,)}
+        return cls(torch.empty_like(ids), torch.empty_like(ids), positions, mask)
 
     def arguments_for(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `call` with these tensors instead of its own."""
-        position = {"cache_position": self.cache_position} if call.get("cache_position") is not None else {}
+        position = (
+            {"cache_position": self.cache_positions[self.ids.device]} if call.get("cache_position") is not None else {}
+        )
         return call | position | {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
 
     def fill(self, call: dict[str, Any]) -> None:
@@ -378,7 +387,8 @@ class StepInputs:
         length = call["past_key_values"].get_seq_length()
         self.ids.copy_(call["input_ids"])
         self.positions.copy_(call["position_ids"])
-        self.cache_position.fill_(length)
+        for position in self.cache_positions.values():
+            position.fill_(length)
         self.mask.fill_(torch.finfo(self.mask.dtype).min)
         seen, given = self.mask[:, 0, 0, : length + 1], call.get("attention_mask")  # [B, length + 1]
         if given is None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,13 +38,11 @@ from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import load_weights
 from zero_inference.records.schema import DecodeGraph
-from zero_inference.utils.ranks import new_process_group
 from zero_inference.utils.timing import Transfers
 
 TOO_SHORT = "no generation was long enough to try a graph"
 
-connect = new_process_group  # for the all-gathers, on which no other code issues collectives
-__all__ = ["check", "connect", "load", "plan"]  # the engine protocol of engines/base.py
+__all__ = ["check", "load", "plan"]  # the engine protocol of engines/base.py
 
 
 def check(plan: StreamPlan) -> None:
@@ -52,19 +51,19 @@ def check(plan: StreamPlan) -> None:
 
 def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
     job, placement = plan.job, plan.placement
-    model, ranks = job.empty_model.model, job.ranks
+    model, first = job.empty_model.model, job.devices[0]
     layouts = [block.layout for block in placement.blocks]
-    store = BlockStore(layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
+    devices = [job.devices[placement.device_of(index)] for index in range(len(layouts))]
+    store = BlockStore(layouts, devices, placement.resident, plan.pinned)
     prefix, layers = decoder_layers(model)
     weights = _WeightLoader(plan, store)
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
         closing.callback(weights.close)
-        load_weights(model, job.spec, job.config.seed, ranks.device, weights.adopt, progress)
-        store.complete()
+        load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress)
         # more than was planned where a checkpoint unties what config.json ties
         outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
         placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
-        model.to(ranks.device)  # buffers
+        _move_buffers(model, weights.device_of)
         if job.on_gpu:
             torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
         transfers = Transfers()
@@ -72,12 +71,12 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
         with contextlib.ExitStack() as closing_cpu:
             if cpu is not None:
                 closing_cpu.callback(cpu.close)
-            prefetcher = Prefetcher(model, placement, store, transfers, job.group, cpu)
+            prefetcher = Prefetcher(model, placement, store, job.devices, transfers, cpu)
             closing.callback(prefetcher.close)
             closing.enter_context(closing_cpu.pop_all())  # the CPU backend ends first: it reads the prefetcher's memory
         if plan.head is not None:
             module = model.get_submodule(plan.head.module)
-            closing.callback(QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspace).close)
+            closing.callback(QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspaces[0]).close)
 
         facts = _facts(plan, model)
         prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
@@ -102,7 +101,8 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
 
     return LoadedModel(
         model=model,
-        device=ranks.device,
+        device=first,
+        devices=job.devices,
         dtype=job.spec.dtype,
         weight_bytes=placement.stored_bytes,
         transfers=transfers,
@@ -154,11 +154,21 @@ class _WeightLoader:
 
     def __init__(self, plan: StreamPlan, store: BlockStore):
         self.plan, self.store = plan, store
+        prefix, layers = decoder_layers(plan.job.empty_model.model)
+        of_layers = plan.placement.layer_devices or [0] * len(layers)
+        self.layer_devices = {f"{prefix}.{index}": plan.job.devices[each] for index, each in enumerate(of_layers)}
+        self.layers_prefix = f"{prefix}."
         self.packed_head: tuple[torch.Tensor, ...] = ()
         self.embedding: HostEmbedding | None = None
 
+    def device_of(self, name: str) -> torch.device:
+        """Return the device of a parameter or buffer by its full name."""
+        rest = name.removeprefix(self.layers_prefix)
+        layer = self.layers_prefix + rest.partition(".")[0]
+        return self.layer_devices.get(layer, self.plan.job.devices[0])
+
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        plan, device, table = self.plan, self.store.ranks.device, self.plan.placement.embedding
+        plan, device, table = self.plan, self.device_of(name), self.plan.placement.embedding
         if plan.head is not None and name == plan.head.name:
             self.packed_head = plan.head.packed(parameter.data, device)
         elif table is not None and name == table.weight:
@@ -174,6 +184,12 @@ class _WeightLoader:
     def close(self) -> None:
         if self.embedding is not None:
             self.embedding.close()
+
+
+def _move_buffers(model: nn.Module, device_of: Callable[[str], torch.device]) -> None:
+    for name, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            module._buffers[own] = buffer.to(device_of(f"{name}.{own}".lstrip(".")))
 
 
 def _quantized_share(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:

@@ -346,32 +346,35 @@ class ExpertCache:
 class ExpertCaches:
     """The caches of all blocks whose experts the CPU multiplies, where the device caches or fetches some."""
 
-    def __init__(self, placement: Placement, store: BlockStore, device: torch.device, transfers: Transfers):
-        self.transfers, streams, slots_of = transfers, DeviceStreams(device), placement.expert_slots
+    def __init__(self, placement: Placement, store: BlockStore, devices: Sequence[torch.device], transfers: Transfers):
+        self.transfers, slots_of = transfers, placement.expert_slots
         max_fetches = max(placement.quota, default=0)
         indices = sorted(placement.cpu_experts if max_fetches else slots_of)
-        # [blocks, columns]: a column for each expert, and one more for pairs without an expert
+        # a column for each expert, and one more for pairs without an expert
         columns = 1 + max(placement.blocks[index].experts.num_experts for index in indices)
-        tables = torch.full((len(indices), columns), -1, dtype=torch.int64, device=device)
-        uses = torch.zeros(len(indices), columns, dtype=torch.float32, device=device)
-        self.task_counts = torch.zeros(len(indices), COUNTS, dtype=torch.int64)
+        self.task_counts = torch.zeros(len(indices), COUNTS, dtype=torch.int64)  # [blocks, COUNTS]
         self.sizes = [placement.expert_bytes(index) for index in indices]
-        quota = torch.tensor([*placement.quota, *[0] * columns][:columns], device=device)
-        fetching = FetchConfig(quota, max_fetches, streams, streams.stream())
-        shared = torch.zeros(placement.staging_bytes, dtype=torch.uint8, device=device)
+        counts_of = dict(zip(indices, self.task_counts))
         self.by_block: dict[int, ExpertCache] = {}
-        for index, table, use, counts in zip(indices, tables, uses, self.task_counts):
-            self.by_block[index] = ExpertCache(
-                placement.blocks[index],
-                slots_of.get(index, max_fetches),
-                store.buffers[index],
-                placement.scheme,
-                table,
-                use,
-                counts,
-                fetching,
-                None if index in slots_of else shared,
-            )
+        for number, device in enumerate(devices):
+            streams, mine = DeviceStreams(device), placement.on(number, indices)
+            tables = torch.full((len(mine), columns), -1, dtype=torch.int64, device=device)
+            uses = torch.zeros(len(mine), columns, dtype=torch.float32, device=device)
+            quota = torch.tensor([*placement.quota, *[0] * columns][:columns], device=device)
+            fetching = FetchConfig(quota, max_fetches, streams, streams.stream())
+            shared = torch.zeros(placement.staging_bytes_on(number), dtype=torch.uint8, device=device)
+            for index, table, use in zip(mine, tables, uses):
+                self.by_block[index] = ExpertCache(
+                    placement.blocks[index],
+                    slots_of.get(index, max_fetches),
+                    store.buffers[index],
+                    placement.scheme,
+                    table,
+                    use,
+                    counts_of[index],
+                    fetching,
+                    None if index in slots_of else shared,
+                )
         transfers.expert_counts = self.counts
 
     def counts(self) -> ExpertCounts:

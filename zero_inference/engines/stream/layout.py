@@ -14,14 +14,12 @@ from zero_inference.cpu.products import quantize
 from zero_inference.errors import RunError
 from zero_inference.kernels.products import ALIGNMENT
 from zero_inference.kernels.quantization import GroupQuantization
-from zero_inference.utils.host_memory import SharedMemory, host_empty
-from zero_inference.utils.ranks import Ranks
+from zero_inference.utils.host_memory import host_empty
 
 VECTOR_BYTES = 16  # that kernels for codes read at once
 BUFFER_ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
 # Bytes of a group of experts, dequantized. Qwen3-30B-A3B has one group a layer, DeepSeek-V3 20 (all 256 experts would take 14 GiB).
 EXPERT_GROUP_BYTES = 768 << 20
-PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class BlockLayout:
     """
 
     parameters: list[StoredParameter] = field(default_factory=list)
-    nbytes: int = 0  # size of the buffer, a multiple of `BUFFER_ALIGNMENT` times the number of ranks
+    nbytes: int = 0  # size of the buffer, a multiple of `BUFFER_ALIGNMENT`
     stored_bytes: int = 0  # bytes of the tensors in it, without gaps
     workspace_bytes: int = 0  # 0 for a block without quantized parameters
 
@@ -90,7 +88,6 @@ class BlockLayout:
 def lay_out(
     parameters: Iterable[tuple[str, torch.Tensor]],
     scheme: GroupQuantization | None,
-    ranks: int,
     exact: Collection[str] = (),
     transposed: Collection[str] = (),
     module_only: Collection[str] = (),
@@ -124,7 +121,7 @@ def lay_out(
             spans.append(TensorSpan(end, (size,), torch.uint8 if is_codes else parameter.dtype))
             end += aligned(spans[-1].nbytes, VECTOR_BYTES)
         end = aligned(end)
-    layout.nbytes = aligned(end, BUFFER_ALIGNMENT * ranks)
+    layout.nbytes = aligned(end)
 
     expert_groups: dict[str, int] = {}  # weight of experts -> how many experts of it are dequantized at a time
     for names in experts:
@@ -159,37 +156,26 @@ def aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
 
 
 class BlockStore:
-    """The buffers of all blocks: page-locked in host memory or, if resident, on the device.
+    """The buffers of all blocks: page-locked in host memory or, if resident, on the device of their layer.
 
     Memory of resident blocks is allocated before loading, so that its temporary tensors do not fragment device memory; host memory is
     allocated with a block's first parameter.
 
-    Over several ranks each has an equal share of every buffer in host memory; a resident block is whole on each. CPU-computed blocks are in
-    memory that the ranks share: each fills and copies its own share there, and the CPU reads the whole.
-
     Args:
-        read_whole: indices of the blocks in host memory that this rank reads whole (`whole`), because the CPU computes them.
+        devices: of each block.
+        resident: indices of resident blocks.
     """
 
     def __init__(
-        self,
-        layouts: list[BlockLayout],
-        resident: set[int],
-        ranks: Ranks,
-        pinned: bool,
-        read_whole: Collection[int] = (),
+        self, layouts: list[BlockLayout], devices: Sequence[torch.device], resident: Collection[int], pinned: bool
     ):
-        self.layouts, self.resident, self.ranks, self.pinned = layouts, resident, ranks, pinned
-        self.buffers = {  # block -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device
-            block: torch.empty(layouts[block].nbytes, dtype=torch.uint8, device=ranks.device) for block in resident
+        self.layouts, self.devices, self.resident, self.pinned = layouts, devices, set(resident), pinned
+        self.buffers = {  # block -> uint8 [nbytes]
+            block: torch.empty(layouts[block].nbytes, dtype=torch.uint8, device=devices[block]) for block in resident
         }
-        self.shared: dict[int, torch.Tensor] = {}  # block -> uint8 [nbytes], the same memory in all ranks
-        self.memory: SharedMemory | None = None
-        if read_whole and ranks.world_size > 1:
-            self._share(sorted(read_whole))
 
     def put(self, block: int, stored: StoredParameter, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
-        """Store a parameter of `block`, quantized on the device if its layout says so.
+        """Store a parameter of `block`, quantized on its device if its layout says so.
 
         Raises:
             RunError: host memory is exhausted or may not be page-locked, or `values` have another shape or dtype than was laid out.
@@ -201,50 +187,14 @@ class BlockStore:
                 f"block {block}: {stored.name} is {found[1]} {list(found[0])}, expected is {expected[1]} "
                 f"{list(expected[0])}; use weights that match the model's config.json."
             )
-        tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)
-        buffer = self._buffer(block)
+        tensors = (values,) if stored.packed is None else quantize(values.to(self.devices[block]), scheme)
+        if block not in self.buffers:
+            self.buffers[block] = host_empty((self.layouts[block].nbytes,), torch.uint8, self.pinned)
         for span, tensor in zip(stored.pieces, tensors):
-            self._write(buffer, span, tensor, whole=block in self.resident)
-
-    def complete(self) -> None:
-        """Page-lock shared memory after all ranks have put everything."""
-        if self.memory is not None:
-            self.memory.settle(self.pinned)
-
-    def whole(self, block: int) -> torch.Tensor:
-        """Return all bytes of a block of `read_whole`, uint8 [nbytes]."""
-        return self.buffers[block] if self.ranks.world_size == 1 else self.shared[block]
+            span.of(self.buffers[block]).copy_(tensor.reshape(span.shape))
 
     def close(self) -> None:
         self.buffers.clear()
-        self.shared.clear()
-        self.memory = None
-
-    def _share(self, blocks: list[int]) -> None:
-        """Allocate `blocks` in memory that all ranks share."""
-        starts = [0]
-        for block in blocks:
-            starts.append(starts[-1] + aligned(self.layouts[block].nbytes, PAGE_BYTES))
-        self.memory = SharedMemory(starts[-1], self.ranks)
-        for block, start in zip(blocks, starts):
-            self.shared[block] = self.memory.bytes[start : start + self.layouts[block].nbytes]
-
-    def _buffer(self, block: int) -> torch.Tensor:
-        if block not in self.buffers:
-            nbytes = self.layouts[block].nbytes // self.ranks.world_size
-            if block in self.shared:
-                self.buffers[block] = self.shared[block][self.ranks.rank * nbytes :][:nbytes]
-            else:
-                self.buffers[block] = host_empty((nbytes,), torch.uint8, self.pinned)
-        return self.buffers[block]
-
-    def _write(self, buffer: torch.Tensor, span: TensorSpan, tensor: torch.Tensor, whole: bool) -> None:
-        """Write to `buffer` the bytes of `tensor`, at `span` of the block, that are in this rank's share, or all of them if `whole`."""
-        raw = tensor.contiguous().view(-1).view(torch.uint8)
-        first = 0 if whole else self.ranks.rank * buffer.numel()
-        start, end = max(span.offset, first), min(span.offset + span.nbytes, first + buffer.numel())
-        if start < end:
-            buffer[start - first : end - first].copy_(raw[start - span.offset : end - span.offset])
 
 
 class Packed(NamedTuple):

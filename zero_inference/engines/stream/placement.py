@@ -1,15 +1,17 @@
-"""The placement: which blocks are resident, streamed or CPU-computed, how many ring slots there are, and how many experts are cached.
+"""The placement: which device each layer is on, which blocks are resident, streamed or CPU-computed, how many ring slots there are, and how
+many experts are cached.
 
-`plan_placement` decides by a byte budget before a weight is read; `cpu_plan.plan_cpu` then gives blocks to the CPU.
+`assign_layers` and `plan_placement` decide by byte budgets before a weight is read; `cpu_plan.plan_cpu` then gives blocks to the CPU.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
@@ -45,23 +47,39 @@ MIN_CACHED_SHARE = 1 / 8
 @dataclass
 class Placement:
     """The placement of every block, named by its index in `blocks`. A decode pass has few tokens, that of a short prompt more; a long pass
-    is computed by the device."""
+    is computed by the devices, which are named by their index in `Job.devices`."""
 
     blocks: Sequence[Block]
     resident: list[int]  # in order
     in_host_memory: list[int]  # all others
-    ring_depth: int  # slots of the ring buffer, 0 if nothing is in host memory
-    outside_bytes: int  # parameters on the device that are in no block
+    ring_depth: int  # slots of the ring buffer of a device, 0 if nothing is in host memory; see `slots_on`
+    outside_bytes: int  # parameters that are in no block, on the first device
+    layer_devices: Sequence[int] = ()  # the device of each layer; empty: all are on the first one
     cpu_computed: frozenset[int] = frozenset()  # blocks in host memory that the CPU multiplies in a decode pass
     decode_tokens: int = 1  # tokens of a decode pass
     prompt_cpu_computed: frozenset[int] = frozenset()  # the same in the pass of a short prompt
-    expert_budget: int = 0  # device bytes of the expert cache: single experts of CPU-computed blocks
+    expert_budgets: tuple[int, ...] = (
+        0,
+    )  # by device: bytes of the expert cache, single experts of CPU-computed blocks
     quota: tuple[int, ...] = ()  # experts of a layer that a decode pass fetches, by the number of those it misses
-    free_bytes: int | None = None  # device memory for blocks, ring, workspace and fetched experts; None: unlimited
+    free_bytes: tuple[int | None, ...] = (
+        None,
+    )  # by device: for blocks, ring, workspace and fetched experts; None: unlimited
     embedding: EmbeddingTable | None = None  # the input embedding if it is in host memory
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
     scheme: GroupQuantization | None = None  # None where weights keep 16 bits
     graphs: bool = False  # decode steps are CUDA graphs, so each block has the same slot in every step
+
+    @property
+    def devices(self) -> range:
+        return range(len(self.expert_budgets))
+
+    def device_of(self, block: int) -> int:
+        return self.layer_devices[self.blocks[block].layer] if self.layer_devices else 0
+
+    def on(self, device: int, blocks: Iterable[int]) -> list[int]:
+        """Return those of `blocks` whose layer is on `device`."""
+        return [block for block in blocks if self.device_of(block) == device]
 
     @property
     def streamed(self) -> list[int]:  # in a decode pass
@@ -103,17 +121,31 @@ class Placement:
     def slot_bytes(self) -> int:
         return max((self.blocks[block].layout.nbytes for block in self.in_host_memory), default=0)
 
+    def slots_on(self, device: int) -> int:
+        """Return the slots of the ring buffer of `device`, no more than it has blocks in host memory."""
+        return min(self.ring_depth, len(self.on(device, self.in_host_memory)))
+
     @property
     def workspace_bytes(self) -> int:
         return max(block.layout.workspace_bytes for block in self.blocks)
 
-    @property
-    def resident_bytes(self) -> int:  # of resident blocks and cached experts
-        return self.nbytes_of(self.resident) + self.expert_slot_bytes
+    def resident_bytes_on(self, device: int) -> int:
+        """Return the bytes of resident blocks and cached experts on `device`."""
+        experts = self.on(device, self.expert_slots)
+        cached = sum(self.expert_slots[block] * self.expert_bytes(block) for block in experts)
+        return self.nbytes_of(self.on(device, self.resident)) + cached
 
     @property
-    def reserved_bytes(self) -> int:  # for resident blocks and the expert cache
-        return self.nbytes_of(self.resident) + self.expert_budget
+    def resident_bytes(self) -> int:  # on all devices
+        return sum(map(self.resident_bytes_on, self.devices))
+
+    def reserved_bytes_on(self, device: int) -> int:
+        """Return the bytes for resident blocks and the expert cache on `device`."""
+        return self.nbytes_of(self.on(device, self.resident)) + self.expert_budgets[device]
+
+    @property
+    def reserved_bytes(self) -> int:  # on the device that has most of them
+        return max(map(self.reserved_bytes_on, self.devices))
 
     @property
     def host_bytes(self) -> int:
@@ -131,10 +163,15 @@ class Placement:
     def stored_bytes(self) -> int:
         return self.outside_bytes + self.embedding_bytes + sum(block.layout.stored_bytes for block in self.blocks)
 
+    def device_bytes_on(self, device: int) -> int:
+        """Return the bytes of weights, slots and workspace on `device`."""
+        slots = self.slots_on(device) * self.slot_bytes + self.staging_bytes_on(device)
+        outside_bytes = self.outside_bytes if device == 0 else 0
+        return outside_bytes + self.resident_bytes_on(device) + self.workspace_bytes + slots
+
     @property
-    def device_bytes(self) -> int:  # of weights, slots and workspace, on the device of each rank
-        slots = self.ring_depth * self.slot_bytes + self.staging_bytes
-        return self.outside_bytes + self.resident_bytes + self.workspace_bytes + slots
+    def device_bytes(self) -> int:  # on the device that has most of them
+        return max(map(self.device_bytes_on, self.devices))
 
     # Bytes that the CPU reads in a decode pass
 
@@ -157,15 +194,19 @@ class Placement:
     def expert_slots(self) -> dict[int, int]:
         """Number of cached experts of each CPU-computed block of experts. A block with a cache has at least as many slots as experts may
         be fetched at once, because these go there. Where the budget is too small for that, some blocks have none."""
-        if not self.expert_budget:
-            return {}
-        blocks = sorted(self.cpu_experts)
+        found: dict[int, int] = {}
+        for device, budget in enumerate(self.expert_budgets):
+            if budget:
+                found |= self._expert_slots_in(sorted(self.on(device, self.cpu_experts)), budget)
+        return found
+
+    def _expert_slots_in(self, blocks: list[int], budget: int) -> dict[int, int]:
         numbers = [self.blocks[block].experts.num_experts for block in blocks]
         sizes = [self.expert_bytes(block) for block in blocks]
-        slots = share_out(numbers, sizes, self.expert_budget)
+        slots = share_out(numbers, sizes, budget)
         needed = [min(max(self.quota, default=0), number) for number in numbers]
         if any(count < fewest for count, fewest in zip(slots, needed)):
-            some = spread([fewest * size for fewest, size in zip(needed, sizes)], self.expert_budget)
+            some = spread([fewest * size for fewest, size in zip(needed, sizes)], budget)
             slots = [fewest if index in some else 0 for index, fewest in enumerate(needed)]
         return {block: count for block, count in zip(blocks, slots) if count}
 
@@ -191,12 +232,11 @@ class Placement:
         found = self.gathered.items()
         return sum(count * self.expert_bytes(block) for block, count in found if block not in self.prompt_cpu_computed)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Device memory for experts that are fetched for one pass; blocks without a cache share it."""
+    def staging_bytes_on(self, device: int) -> int:
+        """Return the memory of `device` for experts that are fetched for one pass; its blocks without a cache share it."""
         if not self.quota:
             return 0
-        blocks, count = self.cpu_experts - self.expert_slots.keys(), max(self.quota)
+        blocks, count = self.on(device, self.cpu_experts - self.expert_slots.keys()), max(self.quota)
         sizes = (sum(expert_memory(self.blocks[block], count)) for block in blocks)
         return max(sizes, default=0)
 
@@ -245,9 +285,12 @@ class Placement:
     def for_short_prompt(self, tokens: int) -> Placement:
         """Return the placement whose decode pass is this one's pass of a short prompt."""
         slots = self.expert_slots if fuses_experts(self.scheme) else {}
-        budget = sum(slots[block] * self.expert_bytes(block) for block in self.prompt_cpu_computed & slots.keys())
+        cached = self.prompt_cpu_computed & slots.keys()
+        budgets = (
+            sum(slots[block] * self.expert_bytes(block) for block in self.on(each, cached)) for each in self.devices
+        )
         placed = replace(self, cpu_computed=self.prompt_cpu_computed, decode_tokens=tokens)
-        return replace(placed, quota=(), expert_budget=budget)
+        return replace(placed, quota=(), expert_budgets=tuple(budgets))
 
     def rebalanced(self, nbytes: float, candidates: Collection[int]) -> Placement:
         """Return the placement with about `nbytes` moved from the CPU to the link; if negative, from the link to the CPU, of `candidates`.
@@ -263,34 +306,48 @@ class Placement:
         blocks share. That is taken from the budget and then from ring slots.
 
         Args:
-            spare_slots: that the ring may lose. None: the expert cache has a budget of its own, and shared memory takes what the device has
-                beside it. Fewer experts are fetched where either is too little.
+            spare_slots: that each ring may lose. None: the expert cache has a budget of its own, and shared memory takes what the device
+                has beside it. Fewer experts are fetched where either is too little.
         """
         placed = replace(self, quota=quota)
-        if spare_slots is not None and placed.staging_bytes > self.expert_budget:
-            slots = min(spare_slots, -((self.expert_budget - placed.staging_bytes) // self.slot_bytes))
-            budget = self.expert_budget + slots * self.slot_bytes
-            placed = replace(placed, ring_depth=self.ring_depth - slots, expert_budget=budget)
-        room: float = placed.expert_budget
-        if spare_slots is None:
-            taken = self.workspace_bytes + self.reserved_bytes + self.ring_depth * self.slot_bytes
-            room += math.inf if self.free_bytes is None else max(0, self.free_bytes - taken)
-        while placed.staging_bytes > room:
+        if spare_slots is not None:
+            missing = [placed.staging_bytes_on(each) - self.expert_budgets[each] for each in self.devices]
+            slots = min(spare_slots, -(min(0, -max(missing)) // max(1, self.slot_bytes)))
+            budgets = tuple(budget + slots * self.slot_bytes for budget in self.expert_budgets)
+            placed = replace(placed, ring_depth=self.ring_depth - slots, expert_budgets=budgets)
+
+        def fits(device: int) -> bool:
+            room: float = placed.expert_budgets[device]
+            free = self.free_bytes[device]
+            if spare_slots is None:
+                taken = self.workspace_bytes + self.reserved_bytes_on(device) + self.slots_on(device) * self.slot_bytes
+                room += math.inf if free is None else max(0, free - taken)
+            return placed.staging_bytes_on(device) <= room
+
+        while placed.quota and not all(map(fits, self.devices)):
             most = max(placed.quota) - 1
             placed = replace(placed, quota=tuple(min(most, each) for each in quota) if most else ())
-        return replace(placed, expert_budget=max(0, placed.expert_budget - placed.staging_bytes))
+        left = (max(0, placed.expert_budgets[each] - placed.staging_bytes_on(each)) for each in self.devices)
+        return replace(placed, expert_budgets=tuple(left))
 
     def with_budget_used(self) -> Placement:
         """Return the placement with evenly spread streamed blocks made resident, where the expert cache leaves memory for them."""
-        streamed, left = self.streamed, self.expert_budget - self.expert_slot_bytes
-        chosen = {streamed[index] for index in spread([self.blocks[block].layout.nbytes for block in streamed], left)}
+        chosen: set[int] = set()
+        budgets = []
+        for device, budget in enumerate(self.expert_budgets):
+            streamed = self.on(device, self.streamed)
+            cached_bytes = self.resident_bytes_on(device) - self.nbytes_of(self.on(device, self.resident))
+            sizes = [self.blocks[block].layout.nbytes for block in streamed]
+            more = {streamed[index] for index in spread(sizes, budget - cached_bytes)}
+            budgets.append(budget - self.nbytes_of(more))
+            chosen |= more
         host = [block for block in self.in_host_memory if block not in chosen]
         return replace(
             self,
             resident=sorted({*self.resident, *chosen}),
             in_host_memory=host,
             ring_depth=min(self.ring_depth, len(host)),
-            expert_budget=self.expert_budget - self.nbytes_of(chosen),
+            expert_budgets=tuple(budgets),
         )
 
     def _spread_by_kind(self, blocks: Sequence[int], share: float, feed_forwards_last: bool = False) -> set[int]:
@@ -304,10 +361,11 @@ class Placement:
         return chosen
 
     def _spread_evenly(self, blocks: Sequence[int], share: float) -> set[int]:
+        """Return about `share` of the bytes of `blocks`, of each device alike, so that each link keeps an equal part of its own."""
         chosen: set[int] = set()
         wanted = taken = 0.0
         able = set(self.computable)
-        for block in blocks:
+        for block in sorted(blocks, key=self.device_of):
             size = self.blocks[block].layout.nbytes
             wanted += share * size
             if block in able and taken + size / 2 <= wanted:
@@ -316,98 +374,162 @@ class Placement:
         return chosen
 
 
+def assign_layers(layer_bytes: Sequence[int], capacities: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the device of each layer.
+
+    Devices that hold all layers together get consecutive ones, because hidden states then change devices least often. Otherwise devices
+    take turns, so that each link copies while the other devices compute. Each gets as many bytes as are resident there, and an equal share
+    of the bytes that are not.
+
+    Args:
+        layer_bytes: of each layer.
+        capacities: by device, the bytes of layers that may be resident; None: unlimited.
+    """
+    count, total = len(capacities), sum(layer_bytes)
+    resident = [total / count if each is None else min(each, total) for each in capacities]
+    if sum(resident) >= total:
+        ends = [total * end / sum(resident) for end in accumulate(resident)]
+        middles = (end - nbytes / 2 for end, nbytes in zip(accumulate(layer_bytes), layer_bytes))
+        devices = tuple(min(count - 1, bisect_left(ends, middle)) for middle in middles)
+        taken = [sum(size for size, device in zip(layer_bytes, devices) if device == each) for each in range(count)]
+        if all(capacity is None or nbytes <= capacity for nbytes, capacity in zip(taken, capacities)):
+            return devices
+    streamed = max(0.0, total - sum(resident)) / count
+    shares = [(each + streamed) / total for each in resident]
+    taken, turns = [0] * count, []
+    for nbytes, passed in zip(layer_bytes, accumulate(layer_bytes)):
+        turns.append(max(range(count), key=lambda device: shares[device] * passed - taken[device]))  # lacks most
+        taken[turns[-1]] += nbytes
+    return tuple(turns)
+
+
 def plan_placement(
     blocks: Sequence[Block],
     outside_bytes: int,
-    free_bytes: int | None,
+    free_bytes: Sequence[int | None],
     gpu_memory_gib: float | None,
     depth: int | None,
-    ranks: int = 1,
+    layer_devices: Sequence[int] = (),
     taken_by: str = "",
 ) -> Placement:
-    """Make as many layers resident as the budget holds, spread evenly among those in host memory. Where a mixture's experts are blocks
+    """Make as many layers resident as the budgets hold, spread evenly among those in host memory. Where a mixture's experts are blocks
     of their own, the other blocks come first, and the expert cache gets what is left.
 
     Args:
-        free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
-        gpu_memory_gib: budget of resident layers; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
-        depth: slots of the ring; None takes `default_ring_depth`, or at least `MIN_RING_DEPTH` where there is less memory.
+        free_bytes: of each device, left for layers, ring and workspace; None where nothing limits them (a CPU).
+        gpu_memory_gib: budget of resident layers on each device; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
+        depth: slots of a ring; None takes `default_ring_depth`, or at least `MIN_RING_DEPTH` where there is less memory.
+        layer_devices: of `assign_layers`; empty with one device.
         taken_by: what takes the rest of the device memory, for the error.
 
     Raises:
-        DoesNotFit: the device does not hold what the options name, or not two slots of the largest layer.
+        DoesNotFit: a device does not hold what the options name, or not two slots of the largest layer.
     """
     workspace_bytes = max(block.layout.workspace_bytes for block in blocks)
-    left = None if free_bytes is None else max(0, free_bytes - workspace_bytes)
+    left = [None if free is None else max(0, free - workspace_bytes) for free in free_bytes]
     sizes = [block.layout.nbytes for block in blocks]
-    largest, total = max(sizes), sum(sizes)
+    largest, devices = max(sizes), range(len(free_bytes))
+    own_bytes = [0 for _ in devices]  # by device
+    for block, nbytes in zip(blocks, sizes):
+        own_bytes[layer_devices[block.layer] if layer_devices else 0] += nbytes
 
     def place(gib: float | None, depth: int | None) -> Placement:
         """Return the placement for these options, whether or not it fits."""
-        slots = depth or default_ring_depth(blocks, ranks)
-        if gib is not None:
-            budget = int(gib * GIB)
-        elif left is None:
-            budget = 0
-        elif left >= total:
-            budget = total
-        else:
-            slots = depth or max(MIN_RING_DEPTH, min(slots, left // largest))
-            budget = left - slots * largest
-        caches_experts = ranks == 1 and budget < total and any(block.experts is not None for block in blocks)
-        layers: dict[int, list[int]] = {}  # blocks that become resident together
-        for index, block in enumerate(blocks):
-            if not (caches_experts and block.experts is not None):
-                layers.setdefault(block.layer, []).append(index)
-        members = list(layers.values())
-        chosen = spread([sum(sizes[index] for index in layer) for layer in members], budget)
-        resident = sorted(block for index in chosen for block in members[index])
+        slots = depth or default_ring_depth(blocks)
+        short = [room for room, nbytes in zip(left, own_bytes) if room is not None and room < nbytes]  # of space
+        if gib is None and short:
+            slots = depth or max(MIN_RING_DEPTH, min(slots, min(short) // largest))
+        placed = Placement(
+            blocks,
+            [],
+            list(range(len(blocks))),
+            slots,
+            outside_bytes,
+            layer_devices,
+            expert_budgets=(0,) * len(devices),
+        )
+        resident, budgets = [], []
+        for device, room in enumerate(left):
+            if gib is not None:
+                budget = int(gib * GIB)
+            elif room is None:
+                budget = 0
+            else:
+                budget = own_bytes[device] if room >= own_bytes[device] else room - slots * largest
+            mine = placed.on(device, range(len(blocks)))
+            caches_experts = budget < own_bytes[device] and any(blocks[block].experts is not None for block in mine)
+            layers: dict[int, list[int]] = {}  # blocks that become resident together
+            for index in mine:
+                if not (caches_experts and blocks[index].experts is not None):
+                    layers.setdefault(blocks[index].layer, []).append(index)
+            members = list(layers.values())
+            chosen = spread([sum(sizes[index] for index in layer) for layer in members], budget)
+            held = [block for index in chosen for block in members[index]]
+            resident += held
+            budgets.append(max(0, budget - placed.nbytes_of(held)) if caches_experts else 0)
         host = sorted(set(range(len(blocks))).difference(resident))
-        placed = Placement(blocks, resident, host, min(slots, len(host)), outside_bytes)
-        placed.expert_budget = max(0, budget - placed.nbytes_of(resident)) if caches_experts else 0
-        placed.free_bytes = None if left is None else left + workspace_bytes
-        if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:
-            # --gpu-memory comes first, the ring gets what it leaves
-            fitting = (left - placed.reserved_bytes) // placed.slot_bytes
-            placed = replace(placed, ring_depth=max(MIN_RING_DEPTH, min(placed.ring_depth, fitting)))
+        placed = replace(
+            placed,
+            resident=sorted(resident),
+            in_host_memory=host,
+            ring_depth=min(slots, len(host)),
+            expert_budgets=tuple(budgets),
+            free_bytes=tuple(None if room is None else room + workspace_bytes for room in left),
+        )
+        if depth is None and placed.ring_depth > MIN_RING_DEPTH:
+            # --gpu-memory comes first, the rings get what it leaves
+            rooms = ((room, device) for device, room in enumerate(left) if room is not None)
+            fitting = [
+                (room - placed.reserved_bytes_on(each)) // placed.slot_bytes
+                for room, each in rooms
+                if placed.slots_on(each)
+            ]
+            fewest = min(fitting, default=placed.ring_depth)
+            placed = replace(placed, ring_depth=max(MIN_RING_DEPTH, min(placed.ring_depth, fewest)))
         return placed
 
-    def fits(found: Placement) -> bool:
-        return left is None or found.reserved_bytes + found.ring_depth * found.slot_bytes <= left
+    def lacking(found: Placement) -> int | None:
+        """Return a device that does not hold its part; None if all do."""
+        for device, room in enumerate(left):
+            needed = found.reserved_bytes_on(device) + found.slots_on(device) * found.slot_bytes
+            if room is not None and needed > room:
+                return device
+        return None
 
     found = place(gpu_memory_gib, depth)
-    if fits(found):
+    device = lacking(found)
+    if device is None:
         return found
-    needed = [f"{format_bytes(found.reserved_bytes)} of resident layers"] if found.reserved_bytes else []
-    needed += [f"{found.ring_depth} ring slots of {format_bytes(found.slot_bytes)} each"] if found.ring_depth else []
+    reserved_bytes, slots = found.reserved_bytes_on(device), found.slots_on(device)
+    needed = [f"{format_bytes(reserved_bytes)} of resident layers"] if reserved_bytes else []
+    needed += [f"{slots} ring slots of {format_bytes(found.slot_bytes)} each"] if slots else []
 
     def changes() -> Iterator[str]:
         """Yield changes of options that fit, the smallest first."""
         for slots in range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1):
-            if fits(place(gpu_memory_gib, slots)):
+            if lacking(place(gpu_memory_gib, slots)) is None:
                 yield f"; use --ring-depth {slots} or less"
         for slots in dict.fromkeys((depth, MIN_RING_DEPTH)):
             with_depth = f" with --ring-depth {slots}" if slots != depth else ""
             for tenths in range(int(found.reserved_bytes * 10 / GIB), -1, -1):
-                if fits(place(tenths / 10, slots)):
+                if lacking(place(tenths / 10, slots)) is None:
                     yield f"; use --gpu-memory {tenths / 10:g} or less{with_depth}"
 
     raise DoesNotFit(
-        f"{' and '.join(needed)} do not fit into the {format_bytes(left)} of device memory left for them{taken_by}"
+        f"{' and '.join(needed)} do not fit into the {format_bytes(left[device])} of device memory left for them{taken_by}"
         f"{next(changes(), '')}."
     )
 
 
-def default_ring_depth(blocks: Sequence[Block], ranks: int) -> int:
-    """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more. Each rank copies its share of a block over its own
-    link, so a slot covers that much less time.
+def default_ring_depth(blocks: Sequence[Block]) -> int:
+    """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more.
 
     Later choices, in this order: `plan_placement` takes fewer where device memory is short; `Placement.with_quota` gives slots to fetched
     experts, down to `DEFAULT_RING_DEPTH`; `Placement.with_budget_used` needs no more slots than blocks in host memory; and
     `plan._with_fewer_slots` plans again with fewer beside the CPU, where resident layers gain more or nothing is streamed.
     """
     mean_bytes = sum(block.layout.nbytes for block in blocks) / len(blocks)  # streamed blocks may be the small ones
-    return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))
+    return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 / mean_bytes))
 
 
 def fuses_experts(scheme: GroupQuantization | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,14 @@ from zero_inference.engines.stream.cpu_plan import (
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.layout import StoredParameter
-from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, fuses_experts, plan_placement
+from zero_inference.engines.stream.placement import (
+    DEFAULT_RING_DEPTH,
+    GIB,
+    Placement,
+    assign_layers,
+    fuses_experts,
+    plan_placement,
+)
 from zero_inference.engines.stream.rebalance import rebalanced_s
 from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.vocabulary import (
@@ -70,7 +78,7 @@ class StreamPlan(EnginePlan):
     def prepare(self) -> None:
         job = self.job
         if (self.placement.scheme is not None or self.cpu is not None) and job.on_gpu:
-            load_extension(None if job.ranks.is_first and job.config.verbose > 0 else lambda line: None)
+            load_extension(None if job.config.verbose > 0 else lambda line: None)
 
     @property
     def min_free_device_bytes(self) -> int:
@@ -81,7 +89,7 @@ class StreamPlan(EnginePlan):
         if (quantized := self.quantized(name)) is None:
             return values
         scheme, transposed = quantized
-        values = values.to(self.job.ranks.device)  # as the store does
+        values = values.to(self.job.devices[0])  # as the store does
         values = values.mT if transposed else values
         restored = torch.empty_like(values, memory_format=torch.contiguous_format)
         codes, scale, minimum = quantize(values, scheme)
@@ -119,7 +127,6 @@ class StreamPlan(EnginePlan):
             prefill_link_gb_per_s = cpu.prompt_rates.link_gb_per_s
             prefill_cpu_s = sum(cpu_block_s(in_prompt, cpu.prompt_rates).values())
             prefill_cpu = CpuWork(*self._cpu_shares(in_prompt), prefill_cpu_s)
-        ranks_share_cpu = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
         profile_lacks_cpu = not job.machine.is_here and profile is not None and profile.cores is None
         cpu_could_help = job.on_gpu and placement.host_bytes and cpu is None and job.config.cpu_share is None
         fused = job.on_gpu and fuses_experts(placement.scheme)
@@ -142,7 +149,7 @@ class StreamPlan(EnginePlan):
             prefill_cpu=prefill_cpu,
             cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
             cpu_alone_s=0.0 if rates is None else placement.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
-            cpu_rate_unknown=bool(cpu_could_help and (ranks_share_cpu or profile_lacks_cpu)),
+            cpu_rate_unknown=bool(cpu_could_help and profile_lacks_cpu),
             depends_on_routing=bool(placement.cpu_experts),
         )
 
@@ -229,15 +236,14 @@ class StreamPlan(EnginePlan):
             tasks.append(f"multiplies {format_bytes(placement.computed_bytes)}{chosen}")
         if cpu.attends:
             tasks.append(f"attends over {format_bytes(cpu.kv_bytes)} of keys and values")
-        for_ranks = f" for {cpu.ranks} ranks" if cpu.ranks > 1 else ""
         threads = f" (threads: {len(cpu.cpus)}, {cpu.instructions})" if cpu.instructions else ""
-        lines = [f"the CPU{threads} {' and '.join(tasks)} in host memory{for_ranks}"]
+        lines = [f"the CPU{threads} {' and '.join(tasks)} in host memory"]
         if rates is not None:
             link, link_alone = three_digits(rates.link_gb_per_s), three_digits(rates.link_alone_gb_per_s)
             beside, alone = three_digits(rates.cores_gb_per_s), three_digits(rates.cores_alone_gb_per_s)
             lines.append(
                 f"side by side: link {link} GB/s (alone {link_alone}), CPU {beside} GB/s (alone {alone}), "
-                f"tokens a pass: {cpu.decode_rows * cpu.ranks}"
+                f"tokens a pass: {cpu.decode_rows}"
             )
         if cpu.prompt_rows:
             share = f"{cpu.prompt_share:.0%} of the weights in host memory"
@@ -268,7 +274,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, divided=False), None)
     no_graph = why_no_graph(job, in_groups=_reads_group_sizes(job, placement))
     placement = replace(placement, graphs=job.on_gpu and no_graph is None)
-    host, pinned = placement.host_bytes // job.ranks.world_size + placement.embedding_bytes, job.pin_weights
+    host, pinned = placement.host_bytes + placement.embedding_bytes, job.pin_weights
     attends = cpu is not None and cpu.attends
     no_cpu_attention = None
     if job.config.kv_offload and not attends:
@@ -317,8 +323,7 @@ def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | st
 
 def _with_fewer_slots(job: Job, placed: Placement, cpu: CpuPlan, may_attend: bool) -> tuple[Placement, CpuPlan]:
     """Return both planned again with fewer ring slots where their memory shortens decode steps more; unchanged otherwise."""
-    one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
-    if one_gpu and job.config.gpu_memory is None and cpu.automatic and cpu.rates is not None:
+    if job.on_gpu and job.config.gpu_memory is None and cpu.automatic and cpu.rates is not None:
         # where the CPU multiplies most of host memory's weights, no step waits for the link: resident layers gain more than ring slots
         slots, best_s = placed.ring_depth, decode_step_s(placed, cpu)
         for depth in (each for each in RING_DEPTHS_WITH_CPU if each < slots):
@@ -341,9 +346,9 @@ def _scheme(job: Job) -> GroupQuantization | None:
 
 def _laid_out(job: Job, divided: bool) -> tuple[list[Block], int]:
     """Return blocks and the bytes of all other parameters, as `lay_out_blocks` (cached), with the head as it is stored."""
-    scheme, ranks = _scheme(job), job.ranks.world_size
+    scheme = _scheme(job)
     blocks, outside_bytes = job.empty_model.cached(
-        ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.empty_model.model, scheme, ranks, divided)
+        ("blocks", scheme, divided), lambda: lay_out_blocks(job.empty_model.model, scheme, divided)
     )
     head = _head(job, blocks)
     return blocks, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
@@ -371,24 +376,53 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
 
 
 def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
-    """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the device."""
-    config, ranks = job.config, job.ranks.world_size
+    """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the devices."""
+    config = job.config
     graphs = job.on_gpu and why_no_graph(job) is None
     blocks, all_outside_bytes = _laid_out(job, divided)
+    layer_bytes = [0] * len(decoder_layers(job.empty_model.model)[1])
+    for block in blocks:
+        layer_bytes[block.layer] += block.layout.nbytes
+    workspace_bytes = max(block.layout.workspace_bytes for block in blocks)
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
-        left_bytes, taken_by = None, ""
+        activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes)
+        devices = range(len(job.devices))
+
+        def left_bytes(device: int, cache_share: float) -> int | None:
+            """Return the bytes for layers, ring and workspace on a device that has a share of the KV cache."""
+            if not job.on_gpu:
+                return None
+            free = job.free_by_device[device]
+            cache_bytes = math.ceil(cache_share * job.cache_device_bytes)
+            return free - (outside_bytes if device == 0 else 0) - cache_bytes - activations - RESERVE_BYTES
+
+        def capacity(device: int) -> int | None:
+            left = left_bytes(device, 1 / len(devices))
+            budget = None if config.gpu_memory is None else int(config.gpu_memory * GIB)
+            if left is None:
+                return budget or 0
+            return min(max(0, left - workspace_bytes), left if budget is None else budget)
+
+        layer_devices = assign_layers(layer_bytes, [capacity(device) for device in devices]) if len(devices) > 1 else ()
+        shares = [layer_devices.count(device) / len(layer_bytes) for device in devices] if layer_devices else [1.0]
+        taken_by = ""
         if job.free_device_bytes is not None:
-            activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes)
-            left_bytes = job.free_device_bytes - outside_bytes - job.cache_device_bytes - activations - RESERVE_BYTES
             taken_by = (
                 f" by {'embedding and head' if embedding is None else 'the output head'} ({format_bytes(outside_bytes)}), "
                 f"KV cache ({format_bytes(job.cache_device_bytes)}), activations ({format_bytes(activations)}) "
                 f"and a reserve ({format_bytes(RESERVE_BYTES)}), of {format_bytes(job.free_device_bytes)} free"
             )
-        slots = depth or config.ring_depth
-        placement = plan_placement(blocks, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, taken_by)
+        placement = plan_placement(
+            blocks,
+            outside_bytes,
+            [left_bytes(device, share) for device, share in enumerate(shares)],
+            config.gpu_memory,
+            depth or config.ring_depth,
+            layer_devices,
+            taken_by,
+        )
         gathers = job.pin_weights or not job.on_gpu
         return replace(placement, embedding=embedding, gathers=gathers, scheme=_scheme(job), graphs=graphs)
 

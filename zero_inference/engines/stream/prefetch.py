@@ -2,6 +2,8 @@
 
 A pass begins with `begin_pass`, which tells the ring buffer which blocks the pass will stream. Hooks of each block then wait for its slot,
 point the module's parameters at the bytes there, and give the slot back after the block; the ring at once copies the next block into it.
+
+With several devices a layer's inputs are first copied to the device of the layer, behind whose work the copy waits in stream order.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import CodesModule, SharedInput, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.rebalance import Rebalancer
 from zero_inference.engines.stream.ring import RingBuffer
-from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams, Timeline
+from zero_inference.engines.stream.streams import ComputeStreams, DeviceStreams, Timeline
 from zero_inference.kernels.quantization import dequantize
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.patching import Patches
@@ -53,22 +55,24 @@ class Prefetcher:
         model: nn.Module,
         placement: Placement,
         store: BlockStore,
+        devices: Sequence[torch.device],
         transfers: Transfers,
-        group: Any = None,
         cpu: CpuBackend | None = None,
     ):
-        ranks = store.ranks
-        streams = DeviceStreams(ranks.device)
+        streams = [DeviceStreams(device) for device in devices]
         self.store, self.placement, self.transfers, self.cpu = store, placement, transfers, cpu
-        self.scheme = placement.scheme
+        self.scheme, self.devices = placement.scheme, tuple(devices)
         self.timeline = Timeline(streams, [f"layer {each.layer} {each.module}".strip() for each in placement.blocks])
-        self.workspace = torch.empty(placement.workspace_bytes, dtype=torch.uint8, device=ranks.device)
+        nbytes = placement.workspace_bytes
+        self.workspaces = [torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices]
         caches: dict[int, ExpertCache] = {} if cpu is None or cpu.experts is None else cpu.experts.by_block
-        self.ring = None
-        if blocks := placement.in_host_memory:
-            gathered = {index: caches[index].gather for index in placement.gathered}
-            self.ring = RingBuffer(store, blocks, placement.ring_depth, self.timeline, transfers, group, gathered)
-        self.rebalancer = Rebalancer(cpu if self.ring is not None else None, self.timeline)
+        self.rings: dict[int, RingBuffer] = {}  # by device
+        for device, timeline in enumerate(self.timeline.devices):
+            if blocks := placement.on(device, placement.in_host_memory):
+                gathered = {index: caches[index].gather for index in placement.on(device, placement.gathered)}
+                depth = placement.slots_on(device)
+                self.rings[device] = RingBuffer(store, blocks, depth, timeline, transfers, gathered)
+        self.rebalancer = Rebalancer(cpu if self.rings else None, self.timeline)
         self.on_placement_changed: Callable[[Placement], None] = lambda placement: None
 
         # state of this pass
@@ -79,13 +83,17 @@ class Prefetcher:
         self.next_kind = dict.fromkeys(PassKind, PassKind.DECODE)  # by kind: the kind that followed it last
         self.captured: tuple[int, PassKind | None] = 0, None  # tokens and kind of the captured pass
         self.between_graphs: BetweenGraphs | None = None  # during a capture
+        # by id of a tensor and device: the tensor, which keeps its id, and its copy there
+        self.moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
         self.patches = Patches()
         self.blocks: list[HookedBlock] = []
+        self.compute = ComputeStreams(model, streams)
         try:
             self._hook(model, caches)
         except BaseException:  # no memory for the CPU's tasks, for one
             self.patches.close()
+            self.compute.close()
             raise
         # blocks that the CPU can compute; `_update_placement` removes those that turn out not to be `usable`
         self.computable = {block.index for block in self.blocks if block.cpu is not None}
@@ -93,34 +101,38 @@ class Prefetcher:
         for cache in caches.values():
             if cache.owns_slots:
                 cache.load_first()
-        if self.ring is not None:
-            self.ring.prime()
-        self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)
+        for ring in self.rings.values():
+            ring.prime()
 
     def _hook(self, model: nn.Module, caches: Mapping[int, ExpertCache]) -> None:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
-        shared_views: dict[int, BlockViews] = {}  # by layout, of the ring's slots
+        if len(self.devices) > 1:
+            self._move_between_devices(layers)
+        shared_views: dict[tuple[int, int], BlockViews] = {}  # by layout and device, of a ring's slots
         for index, block in enumerate(self.placement.blocks):
-            layout = block.layout
+            layout, device = block.layout, self.placement.device_of(index)
+            workspace = self.workspaces[device]
             if index in self.store.resident:
-                views = BlockViews(layout, [self.store.buffers[index]], self.workspace)
+                views = BlockViews(layout, [self.store.buffers[index]], workspace)
             else:
-                views = shared_views.setdefault(id(layout), BlockViews(layout, self.ring.slots, self.workspace))
+                of_ring = BlockViews(layout, self.rings[device].slots, workspace)
+                views = shared_views.setdefault((id(layout), device), of_ring)
             module = block.module_in(layers[block.layer])
             self.blocks.append(HookedBlock(self, index, module, views, caches.get(index)))
 
     def close(self) -> None:
         self.patches.close()
         self.compute.close()
-        if self.ring is not None:
-            self.ring.close()
+        for ring in self.rings.values():
+            ring.close()
         self.blocks.clear()
         self.computable.clear()
         self.store.close()
 
     def _before_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.moved.clear()  # after a call that failed
         if not (self.timeline.is_paused or self.has_begun):  # a capture repeats the pass before it
             inputs = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))  # [B, T], [B, T, H]
             tokens = (x.shape[0] * x.shape[1] for x in inputs if torch.is_tensor(x) and x.dim() >= 2)
@@ -129,7 +141,8 @@ class Prefetcher:
 
     def begin_pass(self, tokens: int) -> None:
         """Choose the kind of a pass of `tokens` tokens, and request the blocks that it streams; called before the model or a graph runs."""
-        self.timeline.begin_pass(len(self.ring.pending) if self.ring is not None else 0)
+        for device, timeline in enumerate(self.timeline.devices):
+            timeline.begin_pass(len(self.rings[device].pending) if device in self.rings else 0)
         self.tokens = tokens
         if tokens != sys.maxsize:
             self.transfers.host_to_device_bytes += tokens * self.placement.embedding_row_bytes
@@ -145,21 +158,22 @@ class Prefetcher:
         self.cpu_computed = self._cpu_blocks_in(self.kind)
         if before in (PassKind.SHORT_PROMPT, PassKind.LONG):
             self.next_kind[before] = self.kind
-        if self.ring is not None:
-            self.ring.begin_pass(self._streamed_in(self.kind), self._streamed_in(self.next_kind[self.kind]))
+        order, next_order = self._streamed_in(self.kind), self._streamed_in(self.next_kind[self.kind])
+        for device, ring in self.rings.items():
+            ring.begin_pass(self.placement.on(device, order), self.placement.on(device, next_order))
 
     def fix_slots(self) -> None:
         """Fix the slot of each block for passes like the latest one: a CUDA graph reads weights at fixed addresses."""
         self.captured = self.tokens, self.kind
-        if self.ring is not None:
-            self.ring.fix_slots()
+        for ring in self.rings.values():
+            ring.fix_slots()
 
     def begin_captured_pass(self) -> None:
         """Begin a replay of the pass for which `fix_slots` was called."""
         self.tokens, self.kind = self.captured
         self.cpu_computed = self._cpu_blocks_in(self.kind)
-        if self.ring is not None:
-            self.ring.begin_pass(self.ring.fixed_order, self.ring.fixed_order)
+        for ring in self.rings.values():
+            ring.begin_pass(ring.fixed_order, ring.fixed_order)
 
     def _cpu_blocks_in(self, kind: PassKind | None) -> frozenset[int]:
         if kind is PassKind.DECODE:
@@ -185,6 +199,52 @@ class Prefetcher:
     def outside_graphs(self, work: Callable[[], Any]) -> Any:
         """Call `work` now and, during a capture, at the same point of each replay."""
         return work() if self.between_graphs is None else self.between_graphs(work)
+
+    def _move_between_devices(self, layers: nn.ModuleList) -> None:
+        """Let each layer compute on its device, and the model go on after the last one on the first device."""
+
+        def before(device: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return self._enter(device, (args, kwargs), args[0] if args else kwargs.get("hidden_states"))
+
+        def after(module: nn.Module, args: tuple, output: Any) -> Any:
+            output = self._enter(0, output, output)
+            self.moved.clear()
+            return output
+
+        for layer, device in zip(layers, self.placement.layer_devices):
+            self.patches.add_hooks(layer.register_forward_pre_hook(partial(before, device), with_kwargs=True))
+        self.patches.add_hooks(layers[-1].register_forward_hook(after))
+
+    def _enter(self, device: int, values: Any, once: Any) -> Any:
+        """Make `device` current, and return `values` with all tensors in them copied there, in the order of both devices' streams.
+
+        Copies are kept until the pass ends, because masks and rotary embeddings are the same tensors in all layers; but not those of
+        `once`, which are the hidden states.
+        """
+        target = self.devices[device]
+        sources = [
+            each for each in tensors_in(values) if each.device != target and (id(each), target) not in self.moved
+        ]
+        if sources or device != self.compute.device:
+            copies: list[torch.Tensor] = []
+
+            def move() -> None:
+                if not copies:  # a graph reads the same memory in each replay
+                    copies.extend(torch.empty_like(each, device=target) for each in sources)
+                for copy, source in zip(copies, sources):
+                    copy.copy_(source, non_blocking=True)
+                self.compute.enter(device)
+
+            self.outside_graphs(move)
+            self.moved |= {(id(each), target): (each, copy) for each, copy in zip(sources, copies)}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return self.moved.get((id(tensor), target), (None, tensor))[1]
+
+        values = replace_tensors(values, moved)
+        for tensor in tensors_in(once):
+            self.moved.pop((id(tensor), target), None)
+        return values
 
     def modules_changed(self, modules: set[nn.Module]) -> None:
         """Call each module, from now on, of the blocks that contain one of `modules`, to which adapters or hooks were added."""
@@ -216,6 +276,8 @@ class HookedBlock:
         self.block = prefetcher.placement.blocks[index]
         self.layout = self.block.layout
         self.is_resident = index in prefetcher.store.resident
+        device = prefetcher.placement.device_of(index)
+        self.ring, self.timeline = prefetcher.rings.get(device), prefetcher.timeline.devices[device]
         self.packed: Mapping[str, Packed] = {}
         self.max_tokens: dict[str, int] = {}  # by weight: the tokens of the longest pass that multiplies its codes
         self.shared_inputs: list[SharedInput] = []
@@ -231,7 +293,13 @@ class HookedBlock:
 
     def _add_hooks(self, codes_modules: Sequence[CodesModule]) -> None:
         prefetcher, index, layout, is_resident = self.prefetcher, self.index, self.layout, self.is_resident
-        timeline, views, cache, shared_inputs = prefetcher.timeline, self.views, self.cache, self.shared_inputs
+        ring, timeline, views, cache, shared_inputs = (
+            self.ring,
+            self.timeline,
+            self.views,
+            self.cache,
+            self.shared_inputs,
+        )
         is_gathered = index in prefetcher.placement.gathered
         named = dict(self.module.named_parameters())
         of_block = [stored for stored in layout.parameters if not stored.module_only]
@@ -244,7 +312,7 @@ class HookedBlock:
 
         def acquire() -> int:
             reached = None if prefetcher.rebalancer.done else timeline.block_reached()
-            slot = prefetcher.ring.acquire(index)
+            slot = ring.acquire(index)
             if cache is not None:
                 cache.await_gathering()
             timeline.block_begins(index, reached)
@@ -263,7 +331,7 @@ class HookedBlock:
                 slot = prefetcher.outside_graphs(acquire)
                 if cache is not None and cache.owns_slots:
                     chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")  # experts of each token
-                    cache.refill(chosen, prefetcher.ring.buffer_in(index, slot))
+                    cache.refill(chosen, ring.buffer_in(index, slot))
             if keeps_parameters:
                 return
             plain, self.packed = views[slot]
@@ -281,7 +349,7 @@ class HookedBlock:
                 shared.end_block()
             if not is_resident:
                 if not on_cpu:
-                    prefetcher.outside_graphs(prefetcher.ring.release)
+                    prefetcher.outside_graphs(ring.release)
                 self.packed = {}  # its slot is another block's from now on
             if index not in prefetcher.observed:
                 self.finish_observing(codes_modules)
@@ -407,3 +475,26 @@ def set_values(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor
 def empty_values(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     with torch.inference_mode(False):  # a tensor of inference mode could not be used outside it
         return [torch.empty(0, dtype=each.dtype, device=each.device) for each in parameters]
+
+
+def replace_tensors(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with each tensor replaced, in tuples, lists and dicts too; a KV cache stays the object that it is."""
+    if torch.is_tensor(value):
+        return replacement(value)
+    if isinstance(value, (tuple, list)):
+        parts = [replace_tensors(each, replacement) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is dict:
+        return {name: replace_tensors(each, replacement) for name, each in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that `replace_tensors` replaces."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        return found.setdefault(id(tensor), tensor)
+
+    replace_tensors(value, note)
+    return list(found.values())

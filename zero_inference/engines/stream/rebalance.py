@@ -108,7 +108,7 @@ class Rebalancer:
         if use is None or not use.gb_per_s_while_busy:
             return None
         link_wait_s = self.timeline.waited_for_link_s(self.first_pass) / (LAST_PASS - FIRST_PASS)
-        link_s = streamed_bytes / (plan.ranks * use.gb_per_s_while_busy * 1e9)
+        link_s = streamed_bytes / (plan.gpus * use.gb_per_s_while_busy * 1e9)
         if not plan.attends and plan.rates is not None:  # keys and values cross the link at the same time
             both_bytes = streamed_bytes + plan.carried_bytes
             link_s = max(link_s, both_bytes / (plan.rates.link_alone_gb_per_s * 1e9))

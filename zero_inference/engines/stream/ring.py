@@ -1,4 +1,4 @@
-"""A ring buffer of device slots, into which the blocks of decoder layers are prefetched.
+"""A ring buffer of device slots, into which the blocks of decoder layers are prefetched. Each device has one, for its own layers and link.
 
 The order is circular: the first blocks of the next pass follow the last ones of this pass, so the link does not wait for a token to end.
 The host never waits here: a copy into a slot is queued after the event of the slot's last use, the computation after that of the copy.
@@ -16,15 +16,13 @@ from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.streams import Copy, Timeline
+from zero_inference.engines.stream.streams import Copy, DeviceTimeline
 from zero_inference.utils.timing import Transfers
 
 SIMULATED_PASSES = 4  # in a row, of which the last counts: the first ones begin with an empty ring
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 @dataclass
@@ -37,12 +35,8 @@ class _Fetch:
 class RingBuffer:
     """Copies blocks into `depth` slots, in the order of the passes.
 
-    Over several ranks each copies its share of a block over its own link into its own part of the slot, and an all-gather between the
-    devices brings the others' shares.
-
     Args:
         blocks: indices of all blocks that may be streamed; a slot is as large as the largest of them.
-        group: process group for the all-gathers only.
         gathered: by block, for blocks with an expert cache: a function (buffer on the device) -> bytes that crossed the link, which
             assembles the block on the current stream from cached experts and host memory.
     """
@@ -52,21 +46,19 @@ class RingBuffer:
         store: BlockStore,
         blocks: Sequence[int],
         depth: int,
-        timeline: Timeline,
+        timeline: DeviceTimeline,
         transfers: Transfers,
-        group: Any = None,
         gathered: Mapping[int, Callable[[torch.Tensor], int]] | None = None,
     ):
-        self.store, self.timeline, self.transfers, self.group = store, timeline, transfers, group
-        self.ranks, self.streams, self.gathered = store.ranks, timeline.streams, dict(gathered or {})
-        ranks, streams = self.ranks, self.streams
+        self.store, self.timeline, self.transfers = store, timeline, transfers
+        self.streams, self.gathered = timeline.streams, dict(gathered or {})
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
-        self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=ranks.device) for _ in range(depth)]
+        device = self.streams.device
+        self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(depth)]
         self.last_use: list[Any] = [None] * depth  # by slot: the event after it
         self.last_span: list[Any] = [None] * depth  # by slot: the computation that used it, for the timeline
         self.empty: deque[int] = deque(range(depth))  # slots for which nothing was requested
-        self.copy_stream = streams.stream()
-        self.gather_stream = streams.stream() if ranks.world_size > 1 else self.copy_stream
+        self.copy_stream = self.streams.stream()
         self.pending: deque[_Fetch] = deque()  # requested, not acquired yet
         self.held: _Fetch | None = None  # acquired, not released yet
         # the copies run ahead of the computation, so they may already be in the next pass
@@ -203,32 +195,22 @@ class RingBuffer:
             self.position -= 1
             return False
         self.empty.remove(slot)
-        buffer, share = self.buffer_in(block, slot), self.store.buffers[block]
+        buffer, source = self.buffer_in(block, slot), self.store.buffers[block]
         if self.last_use[slot] is not None:
             self.copy_stream.wait_event(self.last_use[slot])
         assemble = self.gathered.get(block)
         if assemble is not None:
             self.copy_stream.wait_event(self.streams.record_event(self.streams.current()))
-        start, link_bytes = self.streams.record_event(self.copy_stream), share.numel()
+        start, link_bytes = self.streams.record_event(self.copy_stream), source.numel()
         with self.streams.on(self.copy_stream):
-            own_part = buffer[self.ranks.rank * share.numel() :][: share.numel()]
             if assemble is None:
-                own_part.copy_(share, non_blocking=True)
+                buffer.copy_(source, non_blocking=True)
             else:
                 link_bytes = assemble(buffer)
-        copied = arrived = self.streams.record_event(self.copy_stream)
+        arrived = self.streams.record_event(self.copy_stream)
         self.transfers.host_to_device_bytes += link_bytes
-        all_gather = None
-        if self.ranks.world_size > 1:
-            self.gather_stream.wait_event(copied)
-            begun = self.streams.record_event(self.gather_stream)
-            with self.streams.on(self.gather_stream):
-                # NCCL gathers in place; gloo needs its input apart
-                _all_gather(buffer, own_part if buffer.is_cuda else own_part.clone(), group=self.group)
-            arrived = self.streams.record_event(self.gather_stream)
-            all_gather = begun, arrived
         free, freed_by = self.last_use[slot], self.last_span[slot]
-        self.timeline.record_copy(Copy(block, link_bytes, free, freed_by, start, copied, all_gather))
+        self.timeline.record_copy(Copy(block, link_bytes, free, freed_by, start, arrived))
         self.pending.append(_Fetch(block, slot, arrived))
         return True
 
@@ -246,64 +228,75 @@ def slots_in_use(blocks: int, slots: int) -> int:
 class BlockTimes(NamedTuple):
     copy_s: float | None  # seconds of the link; None for a block that is not streamed
     work_s: float  # seconds of device and CPU
+    device: int = 0
 
 
 def overlapped_step_s(placement: Placement, cpu_s: Mapping[int, float], link_s: float, compute_s: float) -> float:
-    """Return the seconds of a decode step, given those of the link and those of device and CPU.
+    """Return the seconds of a decode step, given those of the links and those of devices and CPU.
 
     Args:
         cpu_s: CPU seconds by block; the rest of `compute_s` is spread evenly over all blocks.
+        link_s: of all links at the same time, which share the bytes evenly.
     """
     streamed = set(placement.streamed)
     if not streamed or not link_s or not compute_s:
         return max(link_s, compute_s)
-    number, byte_s = len(placement.blocks), link_s / placement.nbytes_of(streamed)
+    # of one link, each of which has a part of the bytes
+    number, byte_s = len(placement.blocks), len(placement.devices) * link_s / placement.nbytes_of(streamed)
     device_s = max(0.0, compute_s - sum(cpu_s.values())) / number  # of each block
     work_s = [device_s + cpu_s.get(block, 0.0) for block in range(number)]
     scale = compute_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `compute_s`
     blocks = [
-        BlockTimes(byte_s * placement.blocks[block].layout.nbytes if block in streamed else None, scale * seconds)
+        BlockTimes(
+            byte_s * placement.blocks[block].layout.nbytes if block in streamed else None,
+            scale * seconds,
+            placement.device_of(block),
+        )
         for block, seconds in enumerate(work_s)
     ]
-    return simulate_passes(blocks, slots_in_steps(placement), placement.graphs)
+    return simulate_passes(blocks, [slots_in_steps(placement, each) for each in placement.devices], placement.graphs)
 
 
-def slots_in_steps(placement: Placement) -> int:
-    """Return the slots of the ring buffer that decode steps use."""
-    depth, streamed = placement.ring_depth, len(placement.streamed)
+def slots_in_steps(placement: Placement, device: int) -> int:
+    """Return the slots of the ring buffer of `device` that decode steps use."""
+    depth, streamed = placement.slots_on(device), len(placement.on(device, placement.streamed))
     return slots_in_use(streamed, depth) if placement.graphs and streamed else depth
 
 
 def prefill_bytes(placement: Placement) -> int:
-    """Return the bytes of blocks that cross the link in a prefill.
+    """Return the bytes of blocks that cross the links in a prefill.
 
-    The ring buffer still holds the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
+    The ring buffers still hold the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
     are dropped. Cached experts do not cross again.
     """
     order = [block for block in placement.in_host_memory if block not in placement.prompt_cpu_computed]
-    prefetched = set(placement.streamed[: slots_in_steps(placement)]).intersection(order[: placement.ring_depth])
+    prefetched: set[int] = set()
+    for device in placement.devices:
+        held = placement.on(device, placement.streamed)[: slots_in_steps(placement, device)]
+        prefetched |= set(held).intersection(placement.on(device, order)[: placement.slots_on(device)])
     return placement.nbytes_of(order) - placement.gathered_bytes - placement.nbytes_of(prefetched)
 
 
-def simulate_passes(blocks: list[BlockTimes], slots: int, fixed_slots: bool) -> float:
-    """Return the seconds of one of many passes through `blocks`, in order.
+def simulate_passes(blocks: list[BlockTimes], slots: Sequence[int], fixed_slots: bool) -> float:
+    """Return the seconds of one of many passes through `blocks`, in order. `slots` are those of each device.
 
-    A copy begins when the previous one has ended and its slot is free, the work on a streamed block when its copy has ended. After the last
-    block of a pass come the first ones of the next.
+    A copy begins when the previous one of its link has ended and its slot is free, the work on a streamed block when its copy has ended.
+    After the last block of a pass come the first ones of the next.
     """
-    free_s = [0.0] * max(1, slots)
-    copied_s = now_s = began_s = 0.0
-    count = 0
+    free_s = [[0.0] * max(1, count) for count in slots]  # by device and slot
+    copied_s = [0.0 for _ in slots]
+    counts = [0 for _ in slots]
+    now_s = began_s = 0.0
     for _ in range(SIMULATED_PASSES):
         began_s = now_s
-        count = 0 if fixed_slots else count
-        for block in blocks:
-            slot = count % len(free_s)
-            if block.copy_s is not None:
-                copied_s = max(copied_s, free_s[slot]) + block.copy_s
-                now_s = max(now_s, copied_s)
-            now_s += block.work_s
-            if block.copy_s is not None:
-                free_s[slot] = now_s
-                count += 1
+        counts = [0 if fixed_slots else count for count in counts]
+        for copy_s, work_s, device in blocks:
+            slot = counts[device] % len(free_s[device])
+            if copy_s is not None:
+                copied_s[device] = max(copied_s[device], free_s[device][slot]) + copy_s
+                now_s = max(now_s, copied_s[device])
+            now_s += work_s
+            if copy_s is not None:
+                free_s[device][slot] = now_s
+                counts[device] += 1
     return now_s - began_s

@@ -79,18 +79,21 @@ class DeviceStreams:
             torch.cuda.synchronize(self.device)
 
 
-class ComputeStream:
-    """Runs every call of a module on its own stream, in order with the caller's work before and after.
+class ComputeStreams:
+    """Runs every call of a module on own streams, one a device, in order with the caller's work before and after. A call begins and ends
+    on the first device.
 
     On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a result
     before it is there: callers of a language model choose a token and read it, and that read waits in a copy engine of the GPU. Only
     both changes together help, which is measured and not explained (benchmarks/LOG.md). One GPU alone loses nothing, and does not wait.
     """
 
-    def __init__(self, module: nn.Module, streams: DeviceStreams, host_waits: bool):
-        self.streams, self.stream = streams, streams.stream()
-        self.done = streams.blocking_event() if host_waits else None
-        self.caller_stream: Any = None  # during a call
+    def __init__(self, module: nn.Module, devices: Sequence[DeviceStreams]):
+        self.devices = devices
+        self.streams = [device.stream() for device in devices]
+        self.done = devices[0].blocking_event() if len(devices) > 1 else None
+        self.caller_streams: list[Any] = []  # during a call
+        self.device = 0  # index of the current one
         self.depth = 0  # of calls and of `entered`: a graph is replayed within the call of its step
         self.patches = Patches()
         self.patches.add_hooks(
@@ -110,13 +113,19 @@ class ComputeStream:
         finally:
             self._end(None, (), None)
 
+    def enter(self, device: int) -> None:
+        """Make the stream of `device`, and the device itself, current."""
+        self.device = device
+        self.devices[device].make_current(self.streams[device])
+
     def _begin(self, module, args) -> None:
         self.depth += 1
         if self.depth > 1:
             return
-        self.caller_stream = self.streams.current()
-        self.stream.wait_stream(self.caller_stream)
-        self.streams.make_current(self.stream)
+        self.device, self.caller_streams = 0, [device.current() for device in self.devices]
+        for device, stream, caller in reversed(list(zip(self.devices, self.streams, self.caller_streams))):
+            stream.wait_stream(caller)
+            device.make_current(stream)
 
     def _end(self, module, args, output) -> None:
         if not self.depth:
@@ -124,11 +133,11 @@ class ComputeStream:
         self.depth -= 1
         if self.depth:
             return
-        self.caller_stream.wait_stream(self.stream)
-        self.streams.make_current(self.caller_stream)
-        self.caller_stream = None
+        for device, stream, caller in reversed(list(zip(self.devices, self.streams, self.caller_streams))):
+            caller.wait_stream(stream)
+            device.make_current(caller)
         if self.done is not None:
-            self.done.record(self.stream)
+            self.done.record(self.streams[0])
             self.done.synchronize()
 
 
@@ -157,7 +166,6 @@ class Copy:
     freed_by: BlockSpan | None  # the computation that used the slot before; None for an empty slot
     start: Any
     end: Any
-    gather: tuple[Any, Any] | None = None  # start and end of the all-gather after it; None for one rank
     pass_index: int = 0  # of the pass in which it was requested, 0 for the prefill
     first: bool = False  # the first request of this pass
 
@@ -166,14 +174,12 @@ def _clamp(value: float, upper: float) -> float:
     return min(upper, max(0.0, value))
 
 
-class Timeline:
-    """Events of copies and blocks in the latest generation, from which a run reports how long the link was idle and why.
+class DeviceTimeline:
+    """Events of the copies to one device, and of its blocks, in the latest generation. Recording one takes the host a microsecond and the
+    device nothing."""
 
-    Recording one takes the host a microsecond and the device nothing.
-    """
-
-    def __init__(self, streams: DeviceStreams, names: Sequence[str] = ()):
-        self.streams, self.names = streams, names
+    def __init__(self, streams: DeviceStreams):
+        self.streams = streams
         self.is_paused = False
         self.restart()
 
@@ -193,15 +199,6 @@ class Timeline:
         self.requested, self.pass_start = 0, None
         if self.pass_index == 1 and pending:  # the first decode step, and the prefill requested its first copies
             self.early_copies, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record no blocks inside the `with` block: a graph capture computes nothing."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
 
     def record_copy(self, copy: Copy) -> None:
         copy.pass_index, copy.first = self.pass_index, self.requested == 0
@@ -269,23 +266,21 @@ class Timeline:
         waits = [span for span in self.spans if span.pass_index >= first_pass and span.reached is not None]
         return sum(self._between(span.reached, span.start) for span in waits)
 
-    def write_chrome_trace(self, path: Path) -> None:
-        """Write the events as a Chrome trace (chrome://tracing, Perfetto): a row each for copies, blocks and all-gathers."""
+    def trace_events(self, names: Sequence[str], first_row: int, suffix: str) -> list[dict[str, Any]]:
+        """Return the events of a Chrome trace, in a row for copies and one for blocks."""
         self.streams.synchronize()
-        rows = ("host to device copies", "blocks of decoder layers", "all-gathers")
+        rows = (f"host to device copies{suffix}", f"blocks of decoder layers{suffix}")
         events: list[dict] = [
-            {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+            {"ph": "M", "pid": 0, "tid": first_row + row, "name": "thread_name", "args": {"name": name}}
             for row, name in enumerate(rows)
         ]
         for copy in self.copies:
             seconds = self._between(copy.start, copy.end)
             rate = round(copy.nbytes / seconds / 1e9, 2) if seconds else None
             args = {"bytes": copy.nbytes, "GB/s": rate, "token": copy.pass_index}
-            events.append(self._event(0, f"copy {self.names[copy.block]}", copy.start, copy.end) | {"args": args})
-            if copy.gather is not None:
-                events.append(self._event(2, f"gather {self.names[copy.block]}", *copy.gather))
-        events += [self._event(1, self.names[span.block], span.start, span.end) for span in self.spans if span.end]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            events.append(self._event(first_row, f"copy {names[copy.block]}", copy.start, copy.end) | {"args": args})
+        ended = (span for span in self.spans if span.end)
+        return events + [self._event(first_row + 1, names[span.block], span.start, span.end) for span in ended]
 
     def _event(self, row: int, name: str, start: Any, end: Any) -> dict:
         times_us = {"ts": self._between(self.origin, start) * 1e6, "dur": self._between(start, end) * 1e6}
@@ -294,3 +289,59 @@ class Timeline:
     @staticmethod
     def _between(earlier: Any, later: Any) -> float:
         return earlier.elapsed_time(later) / 1e3
+
+
+class Timeline:
+    """The timelines of all devices, from which a run reports how long the links were idle and why."""
+
+    def __init__(self, devices: Sequence[DeviceStreams], names: Sequence[str] = ()):
+        self.devices = [DeviceTimeline(streams) for streams in devices]
+        self.names = names
+
+    @property
+    def pass_index(self) -> int:
+        return self.devices[0].pass_index
+
+    @property
+    def is_paused(self) -> bool:
+        return self.devices[0].is_paused
+
+    def restart(self) -> None:
+        for device in self.devices[1:]:
+            device.streams.synchronize()  # their times begin together
+        for device in self.devices:
+            device.restart()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no blocks inside the `with` block: a graph capture computes nothing."""
+        for device in self.devices:
+            device.is_paused = True
+        try:
+            yield
+        finally:
+            for device in self.devices:
+                device.is_paused = False
+
+    def by_device(self, first_pass: int = 1) -> list[LinkUse | None]:
+        """Return the `DeviceTimeline.link_use` of each device."""
+        return [device.link_use(first_pass) for device in self.devices]
+
+    def link_use(self, first_pass: int = 1) -> LinkUse | None:
+        """Return the sums of seconds and bytes over all links; None where none has two copies."""
+        uses = [use for use in self.by_device(first_pass) if use is not None]
+        if len(uses) < 2:
+            return next(iter(uses), None)
+        names = "busy_s slot_wait_s host_late_s step_start_s copied_bytes ahead_bytes".split()
+        sums: dict[str, Any] = {name: sum(getattr(use, name) for use in uses) for name in names}
+        return LinkUse(steps=max(use.steps for use in uses), **sums)
+
+    def waited_for_link_s(self, first_pass: int) -> float:
+        return sum(device.waited_for_link_s(first_pass) for device in self.devices)
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """Write the events as a Chrome trace (chrome://tracing, Perfetto): for each device a row of copies and one of blocks."""
+        events: list[dict[str, Any]] = []
+        for index, device in enumerate(self.devices):
+            events += device.trace_events(self.names, 2 * index, f", GPU {index}" if len(self.devices) > 1 else "")
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

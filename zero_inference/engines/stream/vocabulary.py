@@ -52,8 +52,7 @@ def find_host_embedding(job: Job) -> EmbeddingTable | None:
 
 def device_reads_rows(job: Job) -> bool:
     """Return whether the device can read single rows of a table in page-locked host memory."""
-    one_gpu = job.on_gpu and job.pin_weights and job.ranks.world_size == 1
-    return one_gpu and (not job.machine.is_here or load_extension())
+    return job.on_gpu and job.pin_weights and (not job.machine.is_here or load_extension())
 
 
 def find_table(model: Any) -> EmbeddingTable | None:

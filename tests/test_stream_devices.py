@@ -1,0 +1,143 @@
+"""The stream engine over several devices: the ids of one device, a ring for each, how layers are divided over them.
+
+Without GPUs the CPU stands in for each device.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import FAMILIES, plain_ids
+from test_stream import BATCH, GEN, PROMPT, VOCAB, generate, layers_of, load
+from test_stream_cpu import prefetcher_of
+
+from zero_inference.engines.stream.placement import assign_layers, plan_placement
+from zero_inference.engines.stream.prefetch import replace_tensors, tensors_in
+from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
+from zero_inference.models.prompts import random_ids
+
+DEVICES = max(2, min(3, torch.cuda.device_count())) if torch.cuda.is_available() else 3
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+GIB = 1 << 30
+
+
+@needs_gpus
+@pytest.mark.parametrize("family", sorted(FAMILIES) if torch.cuda.is_available() else ["opt"])
+def test_ids_are_those_of_transformers(family, checkpoints):
+    folder = checkpoints(family)
+    loaded, spec, ranks = load(folder, devices=DEVICES, cpu_compute="0.5")
+    placement = prefetcher_of(loaded).placement
+    found = generate(loaded, spec, ranks, loops=2)
+    loaded.close()
+    assert len(loaded.devices) == DEVICES and set(placement.layer_devices) == set(range(min(DEVICES, placement.layers)))
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+
+
+@needs_gpus
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode_graph": "on", "cpu_compute": "off", "gen_len": 20},
+        {"decode_graph": "on", "cpu_compute": "0.5", "gen_len": 20},
+        {"kv_offload": True, "cpu_compute": "off"},
+        {"kv_offload": True, "cpu_compute": "0.5"},
+        {"quant_bits": 4, "quant_group_size": 32, "cpu_compute": "0.4"},
+        {"gpu_memory": 0.0003},
+        {"gpu_memory": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_ids_are_those_of_one_device(family, options, checkpoints):
+    one, several = (load(checkpoints(family), devices=count, **options) for count in (1, DEVICES))
+    length = options.get("gen_len", GEN)
+    ids = [generate(*loaded, gen_len=length, loops=2).output_ids for loaded in (one, several)]
+    if "decode_graph" in options:
+        assert several[0].facts["stream"]["decode_graph"].unused_because is None
+    for loaded, *_ in (one, several):
+        loaded.close()
+    assert torch.equal(*ids)
+
+
+@needs_gpus
+def test_each_device_fetches_its_own_layers_in_their_order(checkpoints):
+    loaded, spec, ranks = load(checkpoints("llama"), devices=2, cpu_compute="off", ring_depth=2)
+    prefetcher = prefetcher_of(loaded)
+    generate(loaded, spec, ranks, loops=2)
+    copies = [[copy.block for copy in device.copies if copy.pass_index > 0] for device in loaded.timeline.devices]
+    placement, by_device = prefetcher.placement, loaded.timeline.by_device()
+    together = loaded.timeline.link_use()
+    loaded.close()
+    for device, blocks in enumerate(copies):
+        own = placement.on(device, placement.streamed)
+        first = own.index(blocks[0])
+        assert own and blocks == [own[(first + step) % len(own)] for step in range(len(blocks))]
+    assert together.copied_bytes == sum(use.copied_bytes for use in by_device)
+    assert together.busy_s == pytest.approx(sum(use.busy_s for use in by_device))
+
+
+def test_layers_take_turns_in_proportion_to_what_devices_take():
+    eight = [GIB] * 8
+    assert assign_layers(eight, [0, 0]) == (0, 1) * 4
+    assert assign_layers(eight, [0, 0, 0]) == (0, 1, 2, 0, 1, 2, 0, 1)
+    assert assign_layers(eight, [9 * GIB, 9 * GIB]) == (0,) * 4 + (1,) * 4, "all are resident: few changes of device"
+    assert assign_layers(eight, [None, None]) == (0,) * 4 + (1,) * 4
+    assert assign_layers(eight, [6 * GIB, 2 * GIB]) == (0,) * 6 + (1,) * 2
+    # 2 and 0 of 8 layers are resident, and each link brings 3
+    uneven = assign_layers(eight, [2 * GIB, 0])
+    assert (uneven.count(0), uneven.count(1)) == (5, 3) and uneven[:2] in ((0, 1), (0, 0))
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [draw.randint(1, 3) * GIB for _ in range(draw.randint(4, 40))]
+        capacities = [draw.choice([0, draw.randint(0, 30) * GIB]) for _ in range(draw.randint(2, 4))]
+        devices = assign_layers(sizes, capacities)
+        taken = [sum(size for size, device in zip(sizes, devices) if device == each) for each in range(len(capacities))]
+        resident = [min(sum(sizes), capacity) for capacity in capacities]
+        missing = sum(sizes) - sum(resident)
+        if missing <= 0:
+            continue
+        for own, held in zip(taken, resident):  # no link has to bring more than its part, and one layer
+            assert own - held <= missing / len(capacities) + 3 * GIB
+
+
+def test_each_device_is_filled_to_its_own_budget():
+    devices = assign_layers([GIB] * 16, [6 * GIB, 2 * GIB])
+    plan = plan_placement(layers_of(*[GIB] * 16), GIB, [9 * GIB, 5 * GIB], None, 3, devices)
+    assert [devices.count(device) for device in (0, 1)] == [10, 6], "each link brings 4"
+    assert [len(plan.on(device, plan.resident)) for device in (0, 1)] == [6, 2]
+    assert plan.device_bytes_on(0) == (1 + 6 + 3) * GIB, "with what is in no block"
+    assert plan.device_bytes_on(1) == (2 + 3) * GIB
+    given = plan_placement(layers_of(*[GIB] * 12), 0, [None, None], 1, 2, (0, 1) * 6)
+    assert [len(given.on(device, given.resident)) for device in (0, 1)] == [1, 1] and given.reserved_bytes == GIB
+
+
+def test_the_cpu_takes_an_equal_share_of_each_link():
+    blocks = layers_of(*[GIB] * 16)
+    plan = plan_placement(blocks, 0, [None, None], 0, 2, (0, 1) * 8)
+    able = {"computable": property(lambda self: self.in_host_memory)}
+    plan.__class__ = type("AllComputable", (type(plan),), able)
+    for share in (0.25, 0.5, 0.75):
+        computed = plan.with_even_cpu_share(share).cpu_computed
+        assert [len(plan.on(device, computed)) for device in (0, 1)] == [8 * share] * 2
+
+
+def test_links_copy_at_the_same_time():
+    one = [BlockTimes(3.0, 1.0)] * 8
+    two = [BlockTimes(3.0, 1.0, index % 2) for index in range(8)]
+    assert simulate_passes(one, [3], False) == pytest.approx(24.0), "one link is never idle"
+    assert simulate_passes(two, [3, 3], False) == pytest.approx(12.0), "nor are two"
+    assert simulate_passes([BlockTimes(1.0, 3.0, index % 2) for index in range(8)], [2, 2], True) == pytest.approx(24.0)
+    halves = [BlockTimes(3.0, 1.0, index // 4) for index in range(8)]
+    assert simulate_passes(halves, [2, 2], False) > 13.0, "consecutive layers of a device come too late for two slots"
+
+
+def test_tensors_are_replaced_wherever_a_layer_takes_them():
+    one, two = torch.zeros(1), torch.ones(1)
+    cache = object()
+    values = ((one, [two, None]), {"mask": one, "rotary": (two, two), "cache": cache, "flag": True})
+    assert [tensor.item() for tensor in tensors_in(values)] == [0.0, 1.0]
+    args, kwargs = replace_tensors(values, lambda tensor: tensor + 5)
+    assert args[0].item() == 5 and args[1][0].item() == 6 and args[1][1] is None
+    assert kwargs["mask"].item() == 5 and isinstance(kwargs["rotary"], tuple) and kwargs["cache"] is cache
