@@ -34,7 +34,8 @@ from zero_inference.utils.format import file_stem, printable  # noqa: E402
 from zero_inference.utils.processes import exit_on_stop, last_error_line, run_child  # noqa: E402
 
 # Option: default (None is run_model.py's, which depends on the bits) and choices. `offload` is --cpu-offload, --disk-offload or neither,
-# num-gpus is for the launcher. The last one varies fastest.
+# num-gpus is for the launcher, and for run_model.py with the stream engine, which drives all GPUs from one process. The last one varies
+# fastest.
 AXES: dict[str, tuple[Any, tuple | None]] = {
     "model": ("facebook/opt-1.3b", None),
     "engine": ("deepspeed", None),
@@ -65,18 +66,25 @@ class Case:
         others = {name: value for name, value in self.values.items() if name not in named and value != AXES[name][0]}
         return file_stem("-".join([*parts, *(f"{name}{value}" for name, value in others.items())]))
 
+    @property
+    def one_process(self) -> bool:
+        return self.values["engine"] == "stream"
+
+    def launcher(self, args: argparse.Namespace) -> str:
+        return "python" if self.one_process else args.launcher
+
     def command(self, args: argparse.Namespace) -> list[str]:
         gpus = self.values["num-gpus"]
         launch = {
             "deepspeed": ["deepspeed", *(["--num_gpus", str(gpus)] if gpus else [])],
             "torchrun": ["torchrun", "--standalone", f"--nproc-per-node={gpus or 1}"],
             "python": ["python"],
-        }[args.launcher]
+        }[self.launcher(args)]
         return [*launch, os.path.relpath(args.program), *self.arguments, "--log-dir", str(args.log_dir)]
 
     def records(self, log_dir: Path) -> list[dict[str, Any]]:
         """Return the records of `log_dir` that runs of this case wrote."""
-        gpus = self.values["num-gpus"]
+        gpus = 0 if self.one_process else self.values["num-gpus"]  # else it is among the arguments
         with contextlib.redirect_stderr(io.StringIO()):  # remarks on damaged lines
             found = read_records(log_dir) if log_dir.is_dir() else []
         return [
@@ -101,7 +109,8 @@ def expand(args: argparse.Namespace, extra: list[str]) -> list[Case]:
         values = dict(zip(AXES, chosen))
         if values["engine"] == "stream" and values["offload"] == "gpu":
             values["offload"] = "cpu"  # that engine keeps what does not fit the device in host memory either way
-        not_passed = ("num-gpus", "quant-group-size") if values["quant-bits"] == 16 else ("num-gpus",)
+        not_passed = ["quant-group-size"] if values["quant-bits"] == 16 else []
+        not_passed += [] if values["engine"] == "stream" and values["num-gpus"] else ["num-gpus"]
         words = ["--dummy"] if args.dummy else []
         for name, value in values.items():
             if name == "offload":
@@ -143,7 +152,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     taken = {f"--{name}" for name in (*AXES, "cpu-offload", "disk-offload", "dummy", "log-dir", "log-file", "dry-run")}
     if wrong := sorted(given & taken):
         parser.error(f"{wrong[0]} after the -- cannot hold for every case; give the sweep's own options before the --")
-    if args.launcher == "python" and any(gpus > 1 for gpus in args.num_gpus):
+    if args.launcher == "python" and any(gpus > 1 for gpus in args.num_gpus) and set(args.engine) != {"stream"}:
         parser.error("--launcher python runs one process; use deepspeed or torchrun for --num-gpus")
     if args.time_limit is not None and not args.time_limit > 0:
         parser.error("--time-limit must be above 0 seconds")
@@ -168,7 +177,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     failed = {name.replace("-", "_"): value for name, value in case.values.items()} | {"status": STATUS_FAILED}
     try:
         ended = run_child(
-            [find_launcher(args.launcher), *case.command(args)[1:]],
+            [find_launcher(case.launcher(args)), *case.command(args)[1:]],
             args.log_dir / f"{case.label}.out",
             env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths},
             timeout_s=args.time_limit,

@@ -155,7 +155,7 @@ def test_ranks_that_differ_are_refused_on_each(two_ranks, checkpoints, tmp_path)
 
 def test_ranks_that_were_started_with_different_lengths_end(fork_server, checkpoints, tmp_path):
     """They waited for each other until somebody came, and the one with more to do for the one that had ended."""
-    options = "--engine stream --batch-size 2 --prompt-len 8 --loops 1 --warmup 0".split()
+    options = "--engine resident --batch-size 2 --prompt-len 8 --loops 1 --warmup 0".split()
     command = [ROOT / "run_model.py", "--model", checkpoints("llama"), *options, "--log-dir", tmp_path / "logs"]
     port = free_port()
 

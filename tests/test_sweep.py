@@ -125,6 +125,12 @@ def test_listed_commands_have_launchers_with_the_number_of_gpus(program, launche
     assert listed.startswith(start) and "--loops=1" in shlex.split(listed)
 
 
+def test_the_stream_engine_needs_no_launcher_for_several_gpus(program):
+    listed = sweep(program, "--list", "--engine", "stream", "--num-gpus", 0, 2).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["python", "python"]
+    assert "--num-gpus" not in listed[0] and "--num-gpus 2" in listed[1]
+
+
 @pytest.mark.slow
 def test_launchers_run_every_rank_and_no_file_of_the_current_folder(program, tmp_path):
     folder = tmp_path / "elsewhere"

@@ -13,10 +13,17 @@ from collections.abc import Callable, Sequence
 
 from zero_inference.config.options import DEFAULTS
 from zero_inference.config.parser import Parser, Version, examples
-from zero_inference.config.run_config import add_run_arguments, config_from_args, model_argument, parse_options
+from zero_inference.config.run_config import (
+    add_run_arguments,
+    config_from_args,
+    first_rank_alone,
+    model_argument,
+    parse_options,
+)
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils import interpreter
 from zero_inference.utils.format import first_line, printable
+from zero_inference.utils.launch import read_launch
 from zero_inference.utils.processes import as_installed_command, launcher_watch, move_rank_option
 from zero_inference.utils.progress import Progress, first_rank, importing
 
@@ -34,6 +41,9 @@ START_HERE = (
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     launcher_watch.start()
     config = config_from_args(args)  # before torch is imported
+    launch = read_launch(args.local_rank)
+    if launch.rank and first_rank_alone(config, launch):
+        return 0
     if model_argument(args) is None and not args.config and not config.json:
         Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
     if config.verbose < 2:  # when a rank is gone, torch's store logs a page of C++ frames at each request

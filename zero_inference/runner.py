@@ -8,15 +8,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from zero_inference.config.option import hyphens
+from zero_inference.config.option import ALL, hyphens
 from zero_inference.config.options import LOG_PREFIX, OPTIONS, PATHS
-from zero_inference.config.run_config import RunConfig, non_default_options, save_options
+from zero_inference.config.run_config import RunConfig, first_rank_alone, non_default_options, save_options
 from zero_inference.engines.deepspeed.plan import read_ds_config
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, UsageError
@@ -41,6 +42,7 @@ from zero_inference.records.write import RunLog, refuse_shared_files
 from zero_inference.report.results import publish
 from zero_inference.utils import get_filename, interpreter
 from zero_inference.utils.environment import describe_environment, package_versions
+from zero_inference.utils.launch import Launch, hide_launch, read_launch
 from zero_inference.utils.processes import run_command
 from zero_inference.utils.progress import Progress, use_progress
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group
@@ -62,7 +64,8 @@ class FinishedRun(NamedTuple):
 def run(
     config: RunConfig, argv: list[str], local_rank: int | None = None, publish: Callable[..., None] = publish
 ) -> FinishedRun | None:
-    """Run `config`, write its log and record, and publish the results; with `--dry-run` print the plan and return None.
+    """Run `config`, write its log and record, and publish the results; with `--dry-run` print the plan and return None, and return None
+    on ranks that the first one does not need.
 
     Args:
         publish: called by the first rank with the results, as `report.results.publish` is.
@@ -74,10 +77,32 @@ def run(
     config = config.validate()
     if config.verbose < 2:
         transformers_logging.set_verbosity_error()
-    machine = resolve_machine(config.machine, config.assume)
-    ranks = machine.ranks_there(detect_ranks(local_rank))
-    with use_progress(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
-        return _run(config, argv, ranks, machine, progress, publish)
+    launch = read_launch(local_rank)
+    alone = first_rank_alone(config, launch)
+    if alone and launch.rank:
+        return None
+    with hide_launch() if alone else contextlib.nullcontext():
+        machine = resolve_machine(config.machine, config.assume)
+        ranks = machine.ranks_there(detect_ranks(None if alone else local_rank))
+        with use_progress(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
+            if alone:
+                config = _with_gpus_of(launch, config, ranks, machine, progress)
+            return _run(config, argv, ranks, machine, progress, publish)
+
+
+def _with_gpus_of(launch: Launch, config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress) -> RunConfig:
+    """Return `config` with a GPU for each rank that was started, of which this one drives all. Raises UsageError: there are fewer."""
+    if ranks.device.type == "cpu":
+        progress.say("one process computes: rank 0; the other ranks end")
+        return config
+    if config.num_gpus is None:
+        if launch.world_size > machine.gpus():
+            raise UsageError(f"{launch.world_size} ranks were started for {machine.gpus()} GPUs; start fewer ranks.")
+        config = replace(config, num_gpus=launch.world_size)
+    gpus = machine.gpus() if config.num_gpus == ALL else config.num_gpus
+    driven = "one GPU" if gpus == 1 else f"the {gpus} GPUs"
+    progress.say(f"one process drives {driven}: rank 0; the other ranks end")
+    return config
 
 
 def _run(

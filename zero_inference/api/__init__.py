@@ -160,7 +160,7 @@ class RunResult:
         return "\n  ".join(filter(None, parts))
 
 
-def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
+def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult | None:
     """Generate from `model` and measure it, as `run_model.py --model MODEL ...` does, with the same loops, log and record.
 
         result = run("smollm2-135m", engine="stream", quant_bits=4, prompt_len=64, gen_len=16)
@@ -174,8 +174,11 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
         log: append to the log and the record in `log_dir` (default `logs`); False writes no file.
         **options: any option of run_model.py, by its name with underscores: `engine` ("deepspeed" where it is left out), `batch_size`,
             `prompt_len`, `gen_len` in tokens, `quant_bits` (16, 8, 4), `cpu_offload`, `disk_offload`, `kv_offload`, `gpu_memory` in GiB,
-            `loops`, `warmup`, `dtype`, `dummy`, `quality`, ... (`zero-inference run --help` lists them with their defaults). None is the
-            default. `prompts` may be a list of strings, which `batch_size` follows where it is not given.
+            `num_gpus`, `loops`, `warmup`, `dtype`, `dummy`, `quality`, ... (`zero-inference run --help` lists them with their defaults).
+            None is the default. `prompts` may be a list of strings, which `batch_size` follows where it is not given.
+
+    Returns:
+        the results. None on the other ranks of a launcher where the first one drives all GPUs (`engine="stream"`).
 
     Raises:
         TypeError: there is no such keyword; the message has the nearest one.
@@ -217,7 +220,8 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
             with preserve_process_state(config.verbose):
                 try:
                     finished = runner.run(config, ["zero_inference.run", *shell_words(given)], publish=publish)
-                    assert finished is not None, "a dry run has no result"
+                    if finished is None:
+                        return None
                     files, ids, tokenizer = finished.files, finished.output_ids, finished.tokenizer
                     text = None if tokenizer is None else texts_of_ids(ids, tokenizer, finished.ends)
                     return RunResult(text, ids, files.as_written(), *((files.log, files.record_path) if log else ()))
@@ -314,7 +318,7 @@ def plan(
     gen_len: int = 32,
     max_gpu_memory: Any = None,
     max_host_memory: Any = None,
-    num_gpus: int | Sequence[int] | None = None,
+    num_gpus: int | str | Sequence[int] | None = None,
     **options: Any,
 ) -> Plans:
     """Return the configurations of `model` that a machine can run, with predicted speeds. No weight is read or fetched.
@@ -332,7 +336,7 @@ def plan(
         batch_size, quant_bits, engine: one value or a list to choose from; None tries all (batch 1 to 64; 16, 8, 4 bits).
         prompt_len, gen_len: tokens.
         max_gpu_memory, max_host_memory: GiB, no more of which is used.
-        num_gpus: how many to use; None tries 1, 2, 4 and so on.
+        num_gpus: how many to use, or "all"; None tries 1, 2, 4 and so on.
         **options: `dtype`, `dummy`, `trust_remote_code`, and `verify` (run so many of the best for a few steps, on this machine).
 
     Raises:

@@ -41,6 +41,11 @@ def _in_model_and_work(config: Options) -> Iterator[str]:
 
 def _in_engine(config: Options) -> Iterator[str]:
     asked, by_plan = ("auto", True) if "engine" in config.auto else (config.engine, False)
+    if config.num_gpus is not None and config.engine == "deepspeed":
+        yield (
+            f"--num-gpus {config.num_gpus}: --engine deepspeed has a process for each GPU, which a launcher starts: "
+            "deepspeed --num_gpus N run_model.py ...; or use --engine stream."
+        )
     for option in OPTIONS.values():
         value, engines = getattr(config, option.name), option.engines
         if not engines or value is False or value == DEFAULTS[option.name]:

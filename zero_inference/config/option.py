@@ -18,7 +18,7 @@ from zero_inference.errors import UsageError
 from zero_inference.utils.format import did_you_mean, parse_gib
 
 MAX_COUNT = 2**31 - 1
-AUTO = "auto"
+AUTO, ALL = "auto", "all"
 DTYPES = (AUTO, "float16", "bfloat16", "float32")
 QUANT_BITS = (16, 8, 4)
 SIZE_HELP = "a plain number is in GiB; 10GiB and 10G are 10 x 2^30 bytes, 10GB is 10 x 10^9"
@@ -58,6 +58,16 @@ def read_float(value: Any, above: float, below: float = math.inf) -> float:
     if not above < found < below:
         raise ValueError(f"must be a number above {above}" + f" and below {below}" * (below < math.inf))
     return found
+
+
+def read_gpus(value: Any) -> int | str:
+    """Return "all" or a number of at least 1."""
+    if str(value).strip().lower() == ALL:
+        return ALL
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
+        raise ValueError("choose all, or a number of at least 1")
+    return int(text)
 
 
 def read_cpu_share(value: Any) -> str:
@@ -141,6 +151,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "bits": read_bits,
     "cpu share": read_cpu_share,
     "dtype": read_dtype,
+    "gpus": read_gpus,
     "positive": partial(read_float, above=0),
     "share": partial(read_float, above=0, below=1),
     "size": lambda value: parse_gib(str(value)),

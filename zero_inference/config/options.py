@@ -16,6 +16,7 @@ from zero_inference.config.parser import examples
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
+MULTI_GPU_ENGINES = ("stream", "resident")  # drive several GPUs from one process
 LOG_PREFIX = {"deepspeed": "ds"}  # of a log's name, where it is not the engine's
 GOALS = ("throughput", "latency", "memory")
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -149,6 +150,14 @@ class Options:
         "what auto looks for in --engine, --batch-size and --quant-bits",
         choices=GOALS,
         default_help="as many bits as fit, then token/s",
+    )
+    num_gpus: int | str | None = _engine(
+        None,
+        "GPUs of this host that one process drives, layers in turn. all: every visible GPU",
+        kind="gpus",
+        metavar="N|all",
+        default_help="all that help",
+        engines=MULTI_GPU_ENGINES,
     )
     cpu_offload: bool = _engine(False, "keep the weights in host memory")
     disk_offload: bool = _engine(False, "keep the weights on NVMe, in --offload-dir")

@@ -61,7 +61,6 @@ NOT_DONE = {  # the answer -> options that no command has
     "runs decode greedily; from Python `load` gives a model whose `generate` samples": "temperature top-k top-p num-beams",
     "CUDA_VISIBLE_DEVICES says which GPUs are used": "device main-gpu",
     "HF_TOKEN in the environment has it": "hf-token token",
-    "a launcher gives it GPUs: deepspeed --num_gpus N run_model.py ...": "tp tensor-parallel-size gpus num-gpus",
     "the newest commit is fetched; for another one give a local folder": "revision",
 }
 OTHER_COMMANDS = {

@@ -24,6 +24,7 @@ from zero_inference.config.parser import MODEL_GIVEN, Parser, other_option, rewo
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import did_you_mean, first_line
+from zero_inference.utils.launch import Launch
 
 
 class RunConfig(Options):
@@ -54,6 +55,19 @@ def make_config(given: Mapping[str, Any]) -> RunConfig:
             flag = OPTIONS[name].flag
             raise UsageError(f"--engine auto decides where the weights are stored: drop {flag}, or name an engine.")
     return RunConfig(**found | {name: UNTIL_PLANNED[name] for name in auto}, auto=auto).validate()
+
+
+def first_rank_alone(config: RunConfig, launch: Launch) -> bool:
+    """Return whether the first of several ranks drives all GPUs of the host, so that the others have nothing to do.
+    Raises UsageError: the engine does that, and the ranks are on several hosts."""
+    if launch.world_size == 1 or config.engine != "stream" or "engine" in config.auto:
+        return False
+    if launch.num_nodes > 1:
+        raise UsageError(
+            f"--engine stream drives the GPUs of one host, and {launch.world_size} ranks were started on "
+            f"{launch.num_nodes} hosts: start it on one host, or use --engine deepspeed."
+        )
+    return True
 
 
 def non_default_options(config: RunConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.option import SIZE_HELP, Option
+from zero_inference.config.option import ALL, SIZE_HELP, Option
 from zero_inference.config.options import MAX_GIB, OPTIONS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig, add_model, model_argument
@@ -44,7 +44,7 @@ HELP = {  # where it is not that of the same option of a run
     "kv_offload": "KV cache in host memory",
     "goal": "what to rank by: token/s of decoding, seconds of a decode step, or device and host memory",
     "verify": "run the N best for a few steps each, on this machine, and rank them by what was measured",
-    "num_gpus": "GPUs to use, one or several numbers that divide the batch",
+    "num_gpus": "GPUs to use, one or several numbers",
     "max_gpu_memory": f"use no more device memory than this; {SIZE_HELP}",
     "max_host_memory": "use no more host memory than this",
     "machine": "plan for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine, with several "
@@ -79,7 +79,7 @@ PLAN_OPTIONS = {
         _searched("kv_offload", _SEARCH, "both are tried", kind="word", choices=("on", "off")),
         _option("goal", _SEARCH, default="throughput", default_help=None),
         _option("verify", _SEARCH, default=0, kind="int", least=0),
-        _searched("num_gpus", _MACHINE, "1, 2, 4 and so on, and all", kind="int"),
+        _searched("num_gpus", _MACHINE, "1, 2, 4 and so on, and all"),
         _searched("max_gpu_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
         _searched("max_host_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
         _option("machine", _MACHINE),
@@ -204,10 +204,11 @@ def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
 def _world_sizes(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:
     """Return the numbers of ranks to plan for: --num-gpus, or 1, 2, 4 and so on, and all GPUs; 1 for a machine without a GPU.
     Raises UsageError: the machine has fewer GPUs, or no batch divides over them."""
-    for number in args.num_gpus or ():
+    asked = [gpus if number == ALL else number for number in args.num_gpus or ()]
+    for number in asked:
         if not 1 <= number <= gpus:
             raise UsageError(f"--num-gpus {number}: the machine has {gpus} GPUs; use at most that, or drop it.")
-    sizes = args.num_gpus or [*(1 << power for power in range(gpus.bit_length())), max(1, gpus)]
+    sizes = asked or [*(1 << power for power in range(gpus.bit_length())), max(1, gpus)]
     if args.batch_size and all(size % number for size in args.batch_size for number in sizes):
         raise UsageError(f"{batch_advice(args.batch_size[0], min(sizes), f'--num-gpus {min(sizes)}')}.")
     return tuple(sorted(set(sizes)))

@@ -29,7 +29,8 @@ from zero_inference.utils.ranks import Ranks
 
 
 def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
-    """Raises UsageError: several ranks with `auto` options or a batch that they do not divide, or an option that needs a GPU."""
+    """Raises UsageError: several ranks with `auto` options or a batch that they do not divide, more GPUs than there are, or an option that
+    needs one."""
     if config.auto and ranks.world_size > 1:  # they would have to agree
         options = ", ".join(f"{OPTIONS[name].flag} auto" for name in config.auto)
         raise UsageError(
@@ -38,6 +39,8 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
     if config.batch_size % ranks.world_size:
         advice = batch_advice(config.batch_size, ranks.world_size, f"{ranks.world_size} ranks")
         raise UsageError(f"{advice} (deepspeed --num_gpus N, torchrun --nproc-per-node N).")
+    if config.num_gpus is not None:
+        _check_num_gpus(config.num_gpus, ranks, machine.gpus())
     if not machine.is_here and ranks.device.type == "cuda" and ranks.local_world_size > machine.gpus():
         raise UsageError(
             f"{ranks.local_world_size} ranks were started for a machine with {machine.gpus()} GPUs; start one rank per GPU."
@@ -50,6 +53,17 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
             raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
     elif ranks.local_rank >= machine.gpus():
         raise UsageError(f"local rank {ranks.local_rank} has no GPU: {machine.gpus()} are visible; start fewer ranks.")
+
+
+def _check_num_gpus(asked: int | str, ranks: Ranks, gpus: int) -> None:
+    """Raises UsageError: more GPUs than are visible, or several ranks, which have a GPU each."""
+    if ranks.world_size > 1:
+        raise UsageError(
+            f"--num-gpus {asked}: {ranks.world_size} ranks were started, with a GPU each; start one process, or drop it."
+        )
+    if isinstance(asked, int) and asked > max(1, gpus):
+        there = f"{gpus} are visible; use at most that, or all" if gpus else "there is no GPU; drop it"
+        raise UsageError(f"--num-gpus {asked}: {there}.")
 
 
 def check_model(config: RunConfig, spec: ModelSpec) -> None:

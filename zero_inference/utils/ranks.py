@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_inference.errors import UsageError
+from zero_inference.utils.launch import read_launch
 
-HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one process"
 # Timeout of a collective: a prefill can take long, and utils.watch detects dead ranks.
 TIMEOUT = datetime.timedelta(minutes=30)
 _variables_set: list[str] = []  # by `start_process_group` where no launcher did: DeepSpeed reads them in each pass
@@ -72,31 +71,10 @@ class Ranks:
 
 
 def detect_ranks(local_rank: int | None = None) -> Ranks:
-    """Return the ranks by the launcher's environment, whose LOCAL_RANK overrides `local_rank`. Starts nothing.
-
-    Raises:
-        UsageError: the values contradict each other.
-    """
-    world = _launched("WORLD_SIZE", 1, 1, 1 << 20)
-    size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "LOCAL_SIZE"  # torchrun's, deepspeed's
-    node = _launched(size, world, 1, world)
-    rank = _launched("RANK", 0, 0, world - 1)
-    local = _launched("LOCAL_RANK", max(local_rank or 0, 0), 0, node - 1)
-    if world > 1:
-        if not os.environ.get("MASTER_ADDR"):
-            raise UsageError(f"WORLD_SIZE is {world} and MASTER_ADDR is not set; {HOW_TO_LAUNCH}.")
-        _launched("MASTER_PORT", 0, 1, 65535)
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    return Ranks(rank=rank, world_size=world, local_rank=local, local_world_size=node, device=device)
-
-
-def _launched(name: str, default: int, least: int, most: int) -> int:
-    """Return a number from the launcher's environment. Raises UsageError outside [least, most]."""
-    text = os.environ.get(name, str(default))
-    value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-    if not least <= value <= most:
-        raise UsageError(f"{name}={text[:40]!r} is no number from {least} to {most}; {HOW_TO_LAUNCH}.")
-    return value
+    """Return the ranks as `read_launch` does, each with its GPU if there are any. Starts nothing. Raises UsageError."""
+    launch = read_launch(local_rank)
+    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return Ranks(**launch._asdict(), device=device)
 
 
 def start_process_group(ranks: Ranks) -> None:
