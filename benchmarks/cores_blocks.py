@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.common.cpu_backend import Format, busy_link, cpu_model
-from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, SPIN_US, CpuPool, Stage, Task, Weight, flag_bytes
+from zero_inference.cpu.pool import ARRIVED, DEVICE_FLAG_BYTES, DONE, FLAG_BYTES, SPIN_US, CpuPool, Stage, Task, Weight
 
 FORMATS = {
     "bf16": Format(torch.bfloat16),
@@ -91,7 +91,7 @@ class SimulatedDevice:
     """Raises and awaits the flags of the CPU backend in place of a GPU."""
 
     def __init__(self, cpus: list[int]):
-        self.flags = torch.zeros(flag_bytes(1), dtype=torch.uint8)
+        self.flags = torch.zeros(DEVICE_FLAG_BYTES, dtype=torch.uint8)
         self.pool = CpuPool(cpus, SPIN_US, self.flags)
         self.number = 0  # of the latest call
 

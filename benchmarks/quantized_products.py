@@ -208,7 +208,8 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
     import torch
 
     from zero_inference.cpu.experts import WeightedRows
-    from zero_inference.cpu.hand_off import StreamSide, allocate_local_buffers
+    from zero_inference.cpu.hand_off import StreamSide, allocate_buffers
+    from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, STOP
     from zero_inference.engines.stream.products import epilogue_of
     from zero_inference.kernels.products import quantized_expert_linear
     from zero_inference.models.mlp import FusedExperts
@@ -223,8 +224,8 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
 
     layers, timed = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)], []
     k, side = EXPERTS_PER_TOKEN, StreamSide(torch.device("cuda"))
-    buffers = allocate_local_buffers(1 << 20, 1 << 20, pinned=True)
-    arrived, done, stop = (buffers.flags.data_ptr() + 64 * flag for flag in range(3))
+    flags, (buffers,) = allocate_buffers(1 << 20, 1 << 20, pinned=True)
+    done, stop, arrived = (flags.data_ptr() + FLAG_BYTES * flag for flag in (DONE, STOP, ARRIVED))
     ctypes.c_uint32.from_address(done).value = 1 << 30  # the CPU is done with every call
     source, target = buffers.output.data_ptr(), buffers.input.data_ptr()
     for tokens, hits in ((tokens, hits) for tokens in counts for hits in (1, 4, 8)):

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_hand_off import HostSide
 
-from zero_inference.cpu.hand_off import HostSide, allocate_local_buffers
+from zero_inference.cpu.hand_off import allocate_buffers
 from zero_inference.cpu.library import load_library
 from zero_inference.errors import RunError
 from zero_inference.hardware import bench_cpu, measure_profile
@@ -61,9 +62,7 @@ def small_blocks_and_no_gpu(monkeypatch):
     monkeypatch.setattr(bench_cpu, "uncached_block_bytes", lambda: 8 << 20)
     monkeypatch.setattr(bench_cpu, "BusyLink", lambda device: PlayedLink())
     monkeypatch.setattr(bench_cpu, "StreamSide", lambda device: HostSide())
-    monkeypatch.setattr(
-        bench_cpu, "allocate_local_buffers", lambda *sizes, pinned: allocate_local_buffers(*sizes, pinned=False)
-    )
+    monkeypatch.setattr(bench_cpu, "allocate_buffers", lambda *sizes, pinned: allocate_buffers(*sizes, pinned=False))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(CpuBench, "hand_off_s", lambda bench, dtype, rows: 1e-5 * rows)
@@ -129,7 +128,7 @@ def test_hand_offs_are_measured_one_after_the_other(bench, monkeypatch):
             pass
 
         def record(self):
-            asked.append(bench.hand_off.number)
+            asked.append(bench.hand_off.lanes[0].number)
 
         def synchronize(self):
             pass

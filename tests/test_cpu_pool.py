@@ -11,7 +11,17 @@ from kernel_cases import relative_error as error
 from torch.nn import functional
 
 from zero_inference.cpu.hand_off import DirectCalls
-from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, CpuPool, Stage, Weight, flag_bytes
+from zero_inference.cpu.pool import (
+    ACTIVATION_NUMBERS,
+    ARRIVED,
+    DEVICE_FLAG_BYTES,
+    DONE,
+    FLAG_BYTES,
+    STOP,
+    CpuPool,
+    Stage,
+    Weight,
+)
 from zero_inference.cpu.products import Matrix
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.timing import Transfers
@@ -88,69 +98,77 @@ def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(pool):
         assert error(out, x.double() @ whole[first : first + 32].double().T) < 1e-5
 
 
-class FakeDevice:
-    """The flags of a hand-off as a device uses them: it raises `ARRIVED` and waits for `DONE`."""
+class FakeDevices:
+    """The flags of hand-offs as devices use them: these raise `ARRIVED` and wait for `DONE`."""
 
-    def __init__(self, spin_us: int = 20_000, ranks: int = 1):
-        self.flags = torch.zeros(flag_bytes(ranks), dtype=torch.uint8)
-        self.pool = CpuPool([-1, -1], spin_us, self.flags, ranks=ranks)
+    def __init__(self, devices: int = 1, spin_us: int = 20_000):
+        self.flags = torch.zeros(devices * DEVICE_FLAG_BYTES, dtype=torch.uint8)
+        self.pool = CpuPool([-1, -1], spin_us, self.flags)
         self.weight = random(48, HIDDEN)
         self.task = self.pool.add_block([Stage([plain(self.weight)])], torch.float32)
-        self.pool.reserve(self.task, 4 // ranks)  # from now on threads know what they read first
-        self.x, self.out = torch.randn(4, HIDDEN), torch.full((4, 48), float("nan"))
+        self.pool.reserve(self.task, 4)  # from now on threads know what they read first
+        self.x, self.out = torch.randn(devices, 4, HIDDEN), torch.full((devices, 4, 48), float("nan"))
 
-    def word(self, flag: int) -> torch.Tensor:
-        return self.flags[flag * FLAG_BYTES :][:4].view(torch.int32)
+    def word(self, flag: int, device: int = 0) -> torch.Tensor:
+        return self.flags[device * DEVICE_FLAG_BYTES + flag * FLAG_BYTES :][:4].view(torch.int32)
 
-    def submit(self, number: int) -> None:
-        self.pool.submit(self.task, 4 // self.pool.ranks, self.x.data_ptr(), self.out.data_ptr(), number)
+    def submit(self, number: int, device: int = 0) -> None:
+        x, out = self.x[device], self.out[device]
+        self.pool.submit(self.task, 4, x.data_ptr(), out.data_ptr(), number, device=device)
 
-    def wait(self, number: int) -> None:
+    def wait(self, number: int, device: int = 0) -> None:
         limit = time.monotonic() + 20
-        while int(self.word(DONE)) != number:
+        while int(self.word(DONE, device)) != number:
             assert time.monotonic() < limit, "the pool did not answer"
             time.sleep(1e-4)
 
+    def wrong(self, device: int = 0) -> float:
+        return error(self.out[device], self.x[device].double() @ self.weight.double().T)
+
 
 def test_calls_wait_for_their_input_and_are_made_in_order():
-    device = FakeDevice()
+    device = FakeDevices()
     for number in (1, 2, 3):
         device.submit(number)
     time.sleep(0.05)
     assert int(device.word(DONE)) == 0 and device.out.isnan().all(), "no input has arrived"
     for number in (1, 2, 3):
-        device.x.copy_(torch.randn(4, HIDDEN))
+        device.x.normal_()
         device.word(ARRIVED).fill_(number)
         device.wait(number)
-        assert error(device.out, device.x.double() @ device.weight.double().T) < 1e-6
+        assert device.wrong() < 1e-6
     assert device.pool.busy_s() > 0
     device.pool.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_call_waits_for_the_rows_of_all_ranks(ranks):
-    device = FakeDevice(ranks=ranks)
-    expected = device.x.double() @ device.weight.double().T
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_call_waits_for_its_own_device_and_for_the_calls_before_it(devices):
+    fake = FakeDevices(devices)
     for number in (1, 2):
-        device.submit(number)
+        for device in range(devices):
+            fake.submit(number, device)
     for number in (1, 2):
-        device.out.fill_(float("nan"))
-        for last in range(ranks - 1, 0, -1):  # the first flag comes last
-            device.word(ARRIVED + last).fill_(number)
+        fake.out.fill_(float("nan"))
+        for device in range(devices - 1, 0, -1):  # the first device's input comes last
+            fake.word(ARRIVED, device).fill_(number)
         time.sleep(0.02)
-        assert int(device.word(DONE)) == number - 1 and device.out.isnan().all(), "the first rank has not arrived"
-        device.word(ARRIVED).fill_(number)
-        device.wait(number)
-        assert error(device.out, expected) < 1e-6
-    device.pool.close()
+        assert [int(fake.word(DONE, device)) for device in range(devices)] == [number - 1] * devices
+        assert fake.out.isnan().all()
+        fake.word(ARRIVED).fill_(number)
+        for device in range(devices):
+            fake.wait(number, device)
+            assert fake.wrong(device) < 1e-6
+    fake.pool.close()
 
 
 @pytest.mark.parametrize("submitted", [0, 3])
-def test_threads_end_though_an_input_never_comes(submitted):
-    device = FakeDevice()
+@pytest.mark.parametrize("devices", [1, 2])
+def test_threads_end_though_an_input_never_comes(devices, submitted):
+    fake = FakeDevices(devices)
     for number in range(submitted):
-        device.submit(number + 1)
+        fake.submit(number + 1, devices - 1)
     start = time.monotonic()
-    device.pool.close()
-    device.pool.close()
+    fake.pool.close()
+    fake.pool.close()
     assert time.monotonic() - start < 5
+    assert all(int(fake.word(STOP, device)) == 1 for device in range(devices)), "devices that wait are released"

@@ -1,4 +1,5 @@
-"""Keys and values in host memory pass through device slots: copies on several streams, run here in any order that their events allow."""
+"""Keys and values in host memory pass through device slots: copies on several streams of one or several devices, run here in any order
+that their events allow."""
 
 from __future__ import annotations
 
@@ -19,16 +20,18 @@ BATCH, HEADS, DIM, LENGTH = 2, 1, 3, 9
 class Machine:
     """Streams that do queued work at some time, each in its own order and after the events it waits for."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, devices: int):
         self.random, self.streams = random.Random(seed), []
-        self.compute = self.stream()
-        self.current = self.compute
+        self.devices = [torch.device("cuda", index) for index in range(devices)]
+        self.compute = {device: self.stream(device) for device in self.devices}
+        self.current = self.compute[self.devices[0]]
 
-    def stream(self, device=None):
+    def stream(self, device):
         machine = self
 
         class Stream:
             def __init__(self):
+                self.device = device
                 self.work = deque()
                 machine.streams.append(self)
 
@@ -48,8 +51,11 @@ class Machine:
     def event(self):
         class Event:
             count = seen = 0  # recordings that were queued, and done
+            device = None  # of the stream that recorded it first
 
             def record(self, stream):
+                self.device = self.device or stream.device
+                assert stream.device == self.device, "an event of another device"
                 self.count += 1
                 stream.work.append(lambda count=self.count: setattr(self, "seen", count) or True)
 
@@ -95,8 +101,8 @@ class Memory(torch.Tensor):
 
 
 @contextmanager
-def fake_cuda(monkeypatch, seed: int):
-    machine = Memory.machine = Machine(seed)
+def fake_cuda(monkeypatch, seed: int, devices: int = 1):
+    machine = Memory.machine = Machine(seed, devices)
 
     @contextmanager
     def on(stream):
@@ -107,7 +113,7 @@ def fake_cuda(monkeypatch, seed: int):
             machine.current = before
 
     cuda = SimpleNamespace(
-        Stream=machine.stream, Event=machine.event, stream=on, current_stream=lambda device: machine.compute
+        Stream=machine.stream, Event=machine.event, stream=on, current_stream=lambda device: machine.compute[device]
     )
 
     def empty(numel, dtype, device):
@@ -120,12 +126,13 @@ def fake_cuda(monkeypatch, seed: int):
     yield machine
 
 
-def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, sizes: int = 1) -> None:
-    """Check what attention reads of each layer in each pass of two generations, when it runs on the computing stream.
+def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, sizes: int = 1, devices: int = 1) -> None:
+    """Check what attention reads of each layer in each pass of two generations, when it runs on the computing stream of its device.
 
     Args:
         sharing: layers after the others, which read the keys and values of the last two of these in turn.
         sizes: number of head sizes, which layers have in turn.
+        devices: have layers in turn, each after the computation of the layer before.
     """
     wrong = []
 
@@ -135,9 +142,9 @@ def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, siz
         sides = [[torch.full(shape, first + 10 * at + side) for at in range(start, end)] for side in (1, 2)]
         return tuple(torch.stack(side, 2).as_subclass(Memory) for side in sides)
 
-    with fake_cuda(monkeypatch, seed) as machine:
-        ring = host._DeviceSlots(True, True, Transfers(), wraps=not sharing)
-        cache = [host._HostLayer(ring, LENGTH) for _ in range(layers)]
+    with fake_cuda(monkeypatch, seed, devices) as machine:
+        rings = {device: host._DeviceSlots(True, Transfers(), device, wraps=not sharing) for device in machine.devices}
+        cache = [host._HostLayer(rings.get, LENGTH, True) for _ in range(layers)]
 
         def attend(cached, layer: int, end: int, generation: int) -> None:
             expected = states_of(layer, 0, end, generation)
@@ -155,7 +162,10 @@ def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, siz
             for end in (3, 4, 5, 6, 8, 9):  # a prompt of three, tokens, and two at once
                 read = []
                 for index, layer in enumerate(cache):
-                    layer.device = SimpleNamespace(type="cuda")
+                    layer.device = machine.devices[index % devices]
+                    before, machine.current = machine.current, machine.compute[layer.device]
+                    if machine.current is not before:
+                        machine.current.wait_stream(before)  # for the hidden states
                     if not layer.is_initialized:
                         layer.dtype, layer.is_initialized = torch.float32, True
                         layer.allocate(*states_of(index, 0, 3))
@@ -164,7 +174,8 @@ def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, siz
                 for number in range(sharing):
                     attend(read[-1 - number % 2], layers - 1 - number % 2, end, generation)
                 start = end
-            ring.wait()
+            for ring in rings.values():
+                ring.wait()
             for layer in cache:
                 layer.length = 0
         machine.run(lambda: not any(stream.work for stream in machine.streams))
@@ -175,6 +186,12 @@ def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, siz
 def test_attention_reads_what_was_written_in_any_order_that_streams_allow(layers, monkeypatch):
     for seed in range(30):
         generations_agree(monkeypatch, layers, seed)
+
+
+@pytest.mark.parametrize("layers, devices", [(2, 2), (3, 2), (7, 2), (7, 3)])
+def test_each_device_has_slots_for_its_layers(layers, devices, monkeypatch):
+    for seed in range(20):
+        generations_agree(monkeypatch, layers, seed, devices=devices)
 
 
 def test_layers_of_different_sizes_share_the_slots(monkeypatch):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Mistral
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cpu.attention import attention_reference
-from zero_inference.cpu.hand_off import DirectCalls, HandOff, StreamSide, allocate_local_buffers
+from zero_inference.cpu.hand_off import DirectCalls, HandOff, Lane, StreamSide, allocate_buffers
 from zero_inference.cpu.pool import CpuPool
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache import attention_patch
@@ -195,9 +195,9 @@ def hand_offs():
     assert load_extension(), why_unavailable()
     made = []
     for nbytes in (1 << 20, 64):
-        buffers = allocate_local_buffers(nbytes, nbytes, pinned=True)
-        pool = CpuPool([-1, -1], 1000, buffers.flags)
-        made.append(HandOff(pool, StreamSide(torch.device("cuda")), buffers, Transfers()))
+        flags, (buffers,) = allocate_buffers(nbytes, nbytes, pinned=True)
+        pool = CpuPool([-1, -1], 1000, flags)
+        made.append(HandOff(pool, [Lane(StreamSide(torch.device("cuda")), buffers)], Transfers()))
     yield made
     for calls in made:
         calls.close()

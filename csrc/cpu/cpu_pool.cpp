@@ -1,7 +1,6 @@
-// CPU backend: tasks that are registered once and called at once or when the devices of all ranks have raised their flags; its
-// C interface for zero_inference/cpu/pool.py (-1: out of memory), and that of flags.
+// CPU backend: tasks that are registered once and called at once or when a device has raised its flag; its C interface for
+// zero_inference/cpu/pool.py (-1: out of memory).
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -28,32 +27,37 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kNap = std::chrono::microseconds(50), kLongestNap = std::chrono::microseconds(1000);
-constexpr auto kSpin = std::chrono::microseconds(50);  // a core for longer than that could be what another rank waits for
+constexpr auto kNap = std::chrono::microseconds(50);
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
-// In memory shared with devices and other processes. Set to a call's number: `kDone` by the CPU when the output is written,
-// `kArrived` + rank by the rank's device when its input is. `kStop` releases waiting devices.
+// In memory that devices read and write.
 struct alignas(64) Flag {
   std::atomic<uint32_t> number;
 };
-enum Flags { kDone, kStop, kArrived };
+
+// Of one device, which numbers its calls: `done` is set to a call's number by the CPU when the output is written, `arrived` by
+// the device when the input is. `stop` releases the device where it waits.
+struct DeviceFlags {
+  Flag done, stop, arrived;
+};
 
 class CpuPool {
  public:
-  // `flags`: kArrived + ranks of them, or null where calls only use `run`.
-  CpuPool(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks)
-      : pool_(cpus, spin_us), spin_us_(spin_us), flags_(flags), ranks_(ranks) {
-    if (flags_ == nullptr) return;
-    for (int64_t flag = 0; flag < kArrived + ranks_; ++flag) flags_[flag].number.store(0);
+  // `flags`: of `devices` devices; null and 0 where calls only use `run`.
+  CpuPool(const std::vector<int>& cpus, int64_t spin_us, DeviceFlags* flags, int64_t devices)
+      : pool_(cpus, spin_us), spin_us_(spin_us), flags_(flags), devices_(devices) {
+    if (devices_ == 0) return;
+    for (int64_t device = 0; device < devices_; ++device) {
+      for (Flag* flag : {&flags_[device].done, &flags_[device].stop, &flags_[device].arrived}) flag->number.store(0);
+    }
     leader_ = std::thread([this] { lead(); });
   }
 
   // Waits for the running call, drops those without input.
   ~CpuPool() {
     if (!leader_.joinable()) return;
-    flags_[kStop].number.store(1);
+    for (int64_t device = 0; device < devices_; ++device) flags_[device].stop.number.store(1);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       ends_.store(true);
@@ -68,21 +72,21 @@ class CpuPool {
     return static_cast<int64_t>(tasks_.size()) - 1;
   }
 
-  // Allocates for calls with up to call.count rows; throws std::bad_alloc.
+  // Allocates for calls with up to call.count rows, after all submitted calls; throws std::bad_alloc.
   void reserve(const Call& call) {
-    while (leader_.joinable() && flags_[kDone].number.load() != last_.load()) std::this_thread::sleep_for(kNap);
+    while (done_.load() != submitted_.load()) std::this_thread::sleep_for(kNap);
     task_of(call).reserve(call, pool_, workspace_);
   }
 
   // Runs now, the caller as thread 0; only while no submitted call is pending.
   void run(const Call& call) { execute(call, task_of(call), now_ns()); }
 
-  // Queues a call that runs when the inputs of all ranks have arrived. Numbers ascend. Returns at once.
-  void submit(const Call& call, uint32_t number) {
+  // Queues a call that runs after those before it, when the input of `device` has arrived. A device's numbers ascend. Returns
+  // at once.
+  void submit(const Call& call, int64_t device, uint32_t number) {
     const uint64_t place = submitted_.load();
     while (place - taken_.load() >= kPlaces) std::this_thread::sleep_for(kNap);
-    queue_[place % kPlaces] = {call, number};
-    last_.store(number);
+    queue_[place % kPlaces] = {call, &flags_[device], number};
     submitted_.store(place + 1);
     if (sleeps_.load()) {
       {
@@ -97,7 +101,11 @@ class CpuPool {
  private:
   struct Submitted {
     Call call;
+    DeviceFlags* flags;  // of its device
     uint32_t number;
+
+    // Numbers may wrap at 2^32.
+    bool has_input() const { return static_cast<int32_t>(flags->arrived.number.load(std::memory_order_acquire) - number) >= 0; }
   };
 
   void lead() {
@@ -106,11 +114,12 @@ class CpuPool {
     while (next(submitted)) {
       const int64_t taken_ns = now_ns();
       Task& task = task_of(submitted.call);
-      const int64_t arrived_ns = wait_for_input(submitted.number, task);
+      const int64_t arrived_ns = wait_for_input(submitted, task);
       if (arrived_ns == 0) return;
       late_ns_.fetch_add(arrived_ns - taken_ns);
       execute(submitted.call, task, arrived_ns);
-      flags_[kDone].number.store(submitted.number, std::memory_order_release);
+      submitted.flags->done.number.store(submitted.number, std::memory_order_release);
+      done_.fetch_add(1);
     }
   }
 
@@ -138,16 +147,8 @@ class CpuPool {
     return *tasks_[call.task];
   }
 
-  // Numbers may wrap at 2^32.
-  bool all_arrived(uint32_t number) const {
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      if (static_cast<int32_t>(flags_[kArrived + rank].number.load(std::memory_order_acquire) - number) < 0) return false;
-    }
-    return true;
-  }
-
   // Reads weights of a call ahead until its input arrives or the cache is full. Returns the time of arrival; 0: not yet.
-  int64_t read_ahead(uint32_t number, Task& task) {
+  int64_t read_ahead(const Submitted& submitted, Task& task) {
     int64_t arrived_ns = 0;
     std::atomic<bool> over{false};
     std::atomic<int> others{pool_.threads() - 1};  // that still prefetch
@@ -159,7 +160,7 @@ class CpuPool {
         return;
       }
       for (bool more = true; (more || others.load() > 0) && !ends_.load(std::memory_order_relaxed);) {
-        if (all_arrived(number)) {
+        if (submitted.has_input()) {
           arrived_ns = now_ns();
           break;
         }
@@ -172,14 +173,14 @@ class CpuPool {
   }
 
   // Returns the time of arrival; 0 at the end. A pool that does not spin does not read ahead.
-  int64_t wait_for_input(uint32_t number, Task& task) {
-    if (all_arrived(number)) return now_ns();
+  int64_t wait_for_input(const Submitted& submitted, Task& task) {
+    if (submitted.has_input()) return now_ns();
     const int64_t until = now_ns() + spin_us_ * 1000;
     if (spin_us_ > 0 && task.read_ahead(0)) {
-      const int64_t arrived_ns = read_ahead(number, task);
+      const int64_t arrived_ns = read_ahead(submitted, task);
       if (arrived_ns != 0) return arrived_ns;
     }
-    for (int spins = 1; !all_arrived(number); ++spins) {
+    for (int spins = 1; !submitted.has_input(); ++spins) {
       if (ends_.load(std::memory_order_relaxed)) return 0;
       pause_core();
       if (spins % 64 == 0 && now_ns() >= until) std::this_thread::sleep_for(kNap);
@@ -199,14 +200,13 @@ class CpuPool {
 
   ThreadPool pool_;
   const int64_t spin_us_;
-  Flag* const flags_;
-  const int64_t ranks_;
+  DeviceFlags* const flags_;
+  const int64_t devices_;
   Workspace workspace_;
   std::vector<std::unique_ptr<Task>> tasks_;
   std::mutex tasks_mutex_;  // Python adds tasks while the leader runs others
   std::array<Submitted, kPlaces> queue_;
-  std::atomic<uint64_t> submitted_{0}, taken_{0};
-  std::atomic<uint32_t> last_{0};  // number of the last call that was submitted
+  std::atomic<uint64_t> submitted_{0}, taken_{0}, done_{0};  // calls
   std::atomic<bool> sleeps_{false}, ends_{false};
   std::mutex mutex_;
   std::condition_variable woken_;
@@ -232,9 +232,9 @@ int64_t add_task(void* pool, std::unique_ptr<Task> task) { return static_cast<Cp
 extern "C" {
 
 // Null where threads or memory are not available.
-void* zero_inference_cpu_pool_new(const int32_t* cpus, int64_t threads, int64_t spin_us, void* flags, int64_t ranks) {
+void* zero_inference_cpu_pool_new(const int32_t* cpus, int64_t threads, int64_t spin_us, void* flags, int64_t devices) {
   try {
-    return new CpuPool(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<Flag*>(flags), ranks);
+    return new CpuPool(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<DeviceFlags*>(flags), devices);
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -250,39 +250,12 @@ int zero_inference_cpu_pool_run(void* pool, const Call* call) {
   return unless_out_of_memory([&] { static_cast<CpuPool*>(pool)->run(*call); });
 }
 
-void zero_inference_cpu_pool_submit(void* pool, const Call* call, uint32_t number) {
-  static_cast<CpuPool*>(pool)->submit(*call, number);
+void zero_inference_cpu_pool_submit(void* pool, const Call* call, int64_t device, uint32_t number) {
+  static_cast<CpuPool*>(pool)->submit(*call, device, number);
 }
 
 void zero_inference_cpu_pool_statistics(const void* pool, Statistics* statistics) {
   *statistics = static_cast<const CpuPool*>(pool)->statistics();
-}
-
-// Flags in shared memory, for models on the CPU and between ranks (zero_inference/cpu/hand_off.py); kernels of csrc/hand_off do
-// the same on a GPU stream.
-
-// Release: earlier writes are visible to a reader of the number.
-void zero_inference_raise_flag(std::atomic<uint32_t>* flag, uint32_t number) { flag->store(number, std::memory_order_release); }
-
-// Returns 1 when the flag has reached the number (which may wrap), -1 when `stop` is raised first, 0 after `most_us`.
-int32_t zero_inference_await_flag(const std::atomic<uint32_t>* flag, const std::atomic<uint32_t>* stop, uint32_t number,
-                                  int64_t most_us) {
-  const auto start = Clock::now();
-  std::chrono::microseconds nap = kNap;
-  while (static_cast<int32_t>(flag->load(std::memory_order_acquire) - number) < 0) {
-    const auto waited = Clock::now() - start;
-    if (stop->load(std::memory_order_acquire) != 0) {  // the flag may have been raised just before it
-      return static_cast<int32_t>(flag->load(std::memory_order_acquire) - number) >= 0 ? 1 : -1;
-    }
-    if (waited >= std::chrono::microseconds(most_us)) return 0;
-    if (waited < kSpin) {
-      pause_core();
-    } else {
-      std::this_thread::sleep_for(nap);
-      nap = std::min(2 * nap, kLongestNap);
-    }
-  }
-  return 1;
 }
 
 }  // extern "C"

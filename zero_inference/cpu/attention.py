@@ -254,17 +254,17 @@ def run_attention(pool: CpuPool, task: int, packed: Tensor, out: Tensor, new: in
 
 
 def submit_attention(
-    pool: CpuPool, task: int, source: int, target: int, new: int, positions: int, window: int, number: int
+    pool: CpuPool, task: int, source: int, target: int, new: int, positions: int, window: int, number: int, device: int
 ) -> None:
-    """Queue a call of `run_attention` that starts when the hand-off's input flag reaches `number`. Raises RunError without memory.
+    """Queue a call of `run_attention`. Raises RunError without memory.
 
     Args:
         source, target: addresses in host memory of `packed` and `out`.
+        number, device: as of `CpuPool.submit`.
     """
     if new > 1:  # `add_attention` reserved memory for one token
         _reserve(pool, task, new, positions)
-    call = Call(task, new, source, target, (new, positions, window, 0))
-    pool.library.zero_inference_cpu_pool_submit(pool.handle, ctypes.byref(call), number)
+    pool.submit_call(Call(task, new, source, target, (new, positions, window, 0)), number, device)
 
 
 def _no_memory() -> RunError:

@@ -2,15 +2,14 @@
 
 `HandOff` calls the CPU pool in the order of a CUDA stream: a kernel writes the inputs to page-locked memory and raises a flag, pool
 threads that watch it multiply, and another kernel waits for their flag, reads the output and adds what the device has computed of the
-same sum. Python only queues all of it and waits for nothing. The ranks of a host use it on a CPU too: each brings its rows and takes its
-part of the output. Calls that belong to a CUDA graph are recorded when it is captured, and submitted again at each replay. `DirectCalls`
-makes synchronous calls, for a model of one rank on the CPU.
+same sum. Python only queues all of it and waits for nothing. Several devices share the pool: each has a `Lane` of its own, and calls run
+in the order in which Python queued them. Calls that belong to a CUDA graph are recorded when it is captured, and submitted again at each
+replay. `DirectCalls` makes synchronous calls, for a model on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,91 +17,38 @@ import torch
 from torch import Tensor
 
 from zero_inference.cpu.experts import WeightedRows
-from zero_inference.cpu.library import require_library
-from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, STOP, CpuPool, Routing, Task, flag_bytes
-from zero_inference.errors import RunError
-from zero_inference.utils.host_memory import SharedMemory, host_empty
-from zero_inference.utils.ranks import Ranks
+from zero_inference.cpu.pool import ARRIVED, DEVICE_FLAG_BYTES, DONE, FLAG_BYTES, STOP, CpuPool, Routing, Task
+from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import Transfers
-
-SIGNAL_CHECK_US = 100_000  # while a rank waits, Python handles signals this often
 
 DeviceWork = Callable[[], WeightedRows | None]  # queues work on the device; returns what is added to the CPU's output
 
 
 @dataclass(frozen=True)
 class HandOffBuffers:
-    """Host memory of a hand-off, uint8."""
+    """Host memory of one device's hand-offs, uint8."""
 
-    flags: Tensor  # [`flag_bytes(ranks)`], zeros
-    words: Tensor  # [ranks x 2 x 64], zeros; for a `RankExchange`
-    input: Tensor  # of a call, of all ranks together
+    input: Tensor  # of a call
     output: Tensor
 
 
-def allocate_buffers(ranks: Ranks, input_bytes: int, output_bytes: int, pinned: bool) -> HandOffBuffers:
-    """Allocate buffers that all ranks share, for calls of up to so many bytes per rank; all ranks call it together. Raises RunError."""
-    if ranks.world_size == 1:
-        return allocate_local_buffers(input_bytes, output_bytes, pinned)
-    sizes = _buffer_sizes(ranks.world_size, input_bytes, output_bytes)
-    memory = SharedMemory(sum(sizes), ranks)
-    memory.settle(pinned)
-    return HandOffBuffers(*memory.bytes.split(sizes))
+def allocate_buffers(
+    input_bytes: int, output_bytes: int, pinned: bool, devices: int = 1
+) -> tuple[Tensor, list[HandOffBuffers]]:
+    """Return the flags of a `CpuPool`, and each device's buffers for calls of up to so many bytes. Raises RunError."""
 
+    def allocate(nbytes: int) -> Tensor:
+        return host_empty((-(-nbytes // FLAG_BYTES) * FLAG_BYTES,), torch.uint8, pinned).zero_()
 
-def allocate_local_buffers(input_bytes: int, output_bytes: int, pinned: bool, ranks: int = 1) -> HandOffBuffers:
-    """Allocate buffers of this process alone; `ranks` simulated in it."""
-    sizes = _buffer_sizes(ranks, input_bytes, output_bytes)
-    return HandOffBuffers(*(host_empty((nbytes,), torch.uint8, pinned).zero_() for nbytes in sizes))
-
-
-def _buffer_sizes(ranks: int, input_bytes: int, output_bytes: int) -> list[int]:
-    """Return the bytes of each buffer, multiples of a cache line."""
-    lines = (-(-nbytes // FLAG_BYTES) for nbytes in (2 * FLAG_BYTES, input_bytes, output_bytes))
-    return [flag_bytes(ranks), *(ranks * count * FLAG_BYTES for count in lines)]
-
-
-class RankExchange:
-    """All-gather of one number over the ranks of a host; all ranks call it equally often, in the same order.
-
-    A rank has two cache lines that it writes alternately: it overwrites one only after all ranks have written the other, and so have
-    read the first.
-    """
-
-    def __init__(self, rank: int, ranks: int, buffers: HandOffBuffers):
-        self.rank, self.ranks, self.words = rank, ranks, buffers.words
-        self.stop = buffers.flags.data_ptr() + STOP * FLAG_BYTES
-        self.round = 0
-
-    def all_gather(self, value: int) -> list[int]:
-        """Return the `value` (64 bits) of each rank. Raises RunError where a rank has ended."""
-        self.round += 1
-        number = self.round & 0xFFFFFFFF
-        first = self.words.data_ptr() + self.round % 2 * FLAG_BYTES
-        lines = [first + 2 * rank * FLAG_BYTES for rank in range(self.ranks)]
-        ctypes.c_int64.from_address(lines[self.rank] + 8).value = value
-        require_library().zero_inference_raise_flag(lines[self.rank], number)
-        values = []
-        for line in lines:
-            await_flag(line, number, self.stop)
-            values.append(ctypes.c_int64.from_address(line + 8).value)
-        return values
-
-
-def await_flag(flag: int, number: int, stop: int) -> None:
-    """Wait until the flag at address `flag` reaches `number`. Raises RunError if the flag at `stop` is raised first."""
-    library = require_library()
-    while not (state := library.zero_inference_await_flag(flag, stop, number, SIGNAL_CHECK_US)):
-        pass  # a signal handler may raise an exception here
-    if state < 0:
-        raise RunError("another rank ended while this one waited for it; its output says why")
+    buffers = [HandOffBuffers(allocate(input_bytes), allocate(output_bytes)) for _ in range(devices)]
+    return allocate(devices * DEVICE_FLAG_BYTES), buffers
 
 
 @dataclass
 class CapturedCalls:
-    """Calls of a CUDA graph."""
+    """Calls of a step's CUDA graphs, in the order of the step."""
 
-    submits: list[Callable[[int], None]] = field(default_factory=list)  # submit a call to the pool, given its number
+    submits: list[Callable[[], None]] = field(default_factory=list)  # each submits one call to the pool
     counted: Transfers = field(default_factory=Transfers)  # bytes of all calls together
 
 
@@ -142,9 +88,9 @@ class StreamSide:
     """The device's operations in a hand-off, on its current stream (csrc/hand_off). It counts the calls. Addresses are of host memory."""
 
     def __init__(self, device: torch.device):
-        self.scratch = torch.zeros(
-            3, dtype=torch.int32, device=device
-        )  # counters of the kernels, among them the call's number
+        # counters of the kernels, among them the call's number
+        self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
+        self.device = self.scratch.device  # with an index
 
     def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
         """Write up to four contiguous `tensors` to `targets`, start the next call and raise `flag` to its number."""
@@ -158,64 +104,80 @@ class StreamSide:
 
     def wait(self) -> None:
         """Wait for the queued operations."""
-        torch.cuda.current_stream(self.scratch.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
     def end(self) -> None:
         """Wait until the device is idle."""
-        torch.cuda.synchronize(self.scratch.device)
+        torch.cuda.synchronize(self.device)
 
 
-class HostSide:
-    """`StreamSide` with a CPU as the device: operations are done when they return."""
+class Lane:
+    """One device's way to the pool and back: its operations, buffers, flags and call number.
 
-    def __init__(self) -> None:
-        self.number = 0  # of the current call
+    No buffer is overwritten too early: the pool writes an output only when the device has written the input, and the device writes an
+    input only after it has read the previous output, which was complete only when the pool had read its input.
 
-    def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
-        for tensor, target in zip(tensors, targets):
-            ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
-        self.number = (self.number + 1) & 0xFFFFFFFF
-        require_library().zero_inference_raise_flag(flag, self.number)
+    Attributes:
+        arrived, done, stop: addresses of the device's flags.
+        number: of the latest call; the device counts them as well.
+    """
 
-    def pull(self, out: Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
-        await_flag(flag, self.number, stop)
-        ctypes.memmove(out.data_ptr(), source, out.nbytes)
-        if of_device is not None:
-            out.copy_(of_device.added_to(out.view(len(of_device.weights), -1)).view(out.shape))
+    def __init__(self, side: StreamSide, buffers: HandOffBuffers):
+        self.side, self.input, self.output = side, buffers.input, buffers.output
+        self.number = 0
 
-    def wait(self) -> None:
-        pass
+    def use_flags(self, flags: Tensor, index: int) -> None:
+        """Use the flags of the pool's device `index`. Raises ValueError if they have been used: they count the calls."""
+        self.index = index
+        own = flags[index * DEVICE_FLAG_BYTES :][:DEVICE_FLAG_BYTES].view(3, FLAG_BYTES)
+        if own[ARRIVED].any():
+            raise ValueError("these hand-off flags have been used: they would not match the first call's number")
+        self.arrived, self.done, self.stop = (own[flag].data_ptr() for flag in (ARRIVED, DONE, STOP))
 
-    def end(self) -> None:
-        pass
+    def push(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Queue writing `tensors` to the input buffer and raising the flag; return the address of each."""
+        addresses, end = [], self.input.data_ptr()
+        limit = end + self.input.numel()
+        for tensor in tensors:
+            if end + tensor.nbytes > limit:
+                raise ValueError(f"an input of {tensor.nbytes} bytes does not fit into the {limit - end} left")
+            addresses.append(end)
+            end += -(-tensor.nbytes // FLAG_BYTES) * FLAG_BYTES
+        self.side.push([tensor.contiguous() for tensor in tensors], addresses, self.arrived)
+        return addresses
+
+    def pull(self, out: Tensor, of_device: WeightedRows | None) -> None:
+        """Queue waiting for the output and copying it to `out`, plus the weighted sum `of_device`."""
+        self.side.pull(out, self.output.data_ptr(), self.done, self.stop, of_device)
+
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number & 0xFFFFFFFF
 
 
 class HandOff:
-    """Calls of `pool` in the order of a device's current stream.
-
-    With several ranks all make the same calls with equally many rows, and the pool computes them as one: each rank's input follows the
-    previous rank's. No buffer is overwritten too early: the pool writes an output only when all ranks have written the input, a rank
-    writes an input only after it has read the previous output, and that was complete only when the pool had read its input.
+    """Calls of `pool` in the order of each device's current stream.
 
     Args:
-        buffers: unused so far, because its flags count the calls; else ValueError.
-        rank: of this process among the `pool.ranks` of the host; the first one has the threads, and counts the bytes that they read.
+        lanes: one for each device, in the order of the pool's flags. A call takes the lane of the device that its input is on; a single
+            lane serves any tensor.
     """
 
-    def __init__(
-        self, pool: CpuPool, side: StreamSide | HostSide, buffers: HandOffBuffers, transfers: Transfers, rank: int = 0
-    ):
-        self.pool, self.side, self.transfers, self.rank = pool, side, transfers, rank
-        if buffers.flags[FLAG_BYTES * (ARRIVED + rank) :][:FLAG_BYTES].any():
-            raise ValueError("these hand-off buffers have been used: their flags would not match")
-        self.input, self.output = buffers.input, buffers.output
-        self.number = 0  # of the latest call; the device counts them as well
+    def __init__(self, pool: CpuPool, lanes: Sequence[Lane], transfers: Transfers):
+        if pool.flags is None or pool.devices != len(lanes):
+            raise ValueError(f"a pool with flags of {pool.devices} devices, and {len(lanes)} lanes")
+        self.pool, self.lanes, self.transfers = pool, tuple(lanes), transfers
+        for index, lane in enumerate(lanes):
+            lane.use_flags(pool.flags, index)
+        self._lane_of = {lane.side.device: lane for lane in lanes}
         self.captured: CapturedCalls | None = None
         self.was_routed = False  # whether a call had a routing
         transfers.cpu_counted_bytes = self._chosen_bytes
-        transfers.cpu_busy_s = pool.busy_s if rank == 0 else None
-        flags = buffers.flags.data_ptr()
-        self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
+        transfers.cpu_busy_s = pool.busy_s
+
+    def lane_of(self, x: Tensor) -> Lane:
+        """Return the lane of the device that `x` is on."""
+        return self.lanes[0] if len(self.lanes) == 1 else self._lane_of[x.device]
 
     def __call__(
         self, task: Task, x: Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
@@ -224,57 +186,56 @@ class HandOff:
 
         `device_work` goes with a routing. Raises ValueError for a routing of more rows than the buffers hold.
         """
-        element_bytes = x.element_size() * self.pool.ranks
-        input_rows = self.input.numel() // (task.columns * element_bytes)
-        output_rows = self.output.numel() // (max(1, sum(task.widths)) * element_bytes)
+        lane = self.lane_of(x)
+        input_rows = lane.input.numel() // (task.columns * x.element_size())
+        output_rows = lane.output.numel() // (max(1, sum(task.widths)) * x.element_size())
         max_rows = max(1, min(input_rows, output_rows))
         if x.shape[0] > max_rows and routing is None:  # in parts, each of which reads the weights again
             parts = [self(task, part) for part in x.split(max_rows)]
             return [torch.cat(outputs) for outputs in zip(*parts)]
         out = x.new_empty(x.shape[0] * sum(task.widths))
-        if self.pool.ranks * out.nbytes > self.output.nbytes:
-            raise ValueError(
-                f"{self.pool.ranks} outputs of {out.nbytes} bytes, where there is memory for {self.output.nbytes}"
-            )
-        outputs = _split_outputs(out, x.shape[0], task.widths)
+        if out.nbytes > lane.output.nbytes:
+            raise ValueError(f"an output of {out.nbytes} bytes, where there is memory for {lane.output.nbytes}")
 
         def submit(addresses: list[int], number: int) -> None:
             source, *routed = addresses
             extra = () if routing is None else routing.extra(*routed)
-            self.pool.submit(task, x.shape[0], source, self.output.data_ptr(), number, extra)
+            self.pool.submit(task, x.shape[0], source, lane.output.data_ptr(), number, extra, lane.index)
 
-        self.run([x, *(routing or ())], [out] if self.pool.ranks == 1 else outputs, submit, device_work)
+        self.run([x, *(routing or ())], out, submit, device_work)
         self.was_routed |= routing is not None
-        self._counters().cpu_bytes += task.nbytes if self.rank == 0 else 0
-        return outputs
+        self._counters().cpu_bytes += task.nbytes
+        return _split_outputs(out, x.shape[0], task.widths)
 
     def run(
         self,
         inputs: Sequence[Tensor],
-        outs: Sequence[Tensor],
+        out: Tensor,
         submit: Callable[[list[int], int], None],
         device_work: DeviceWork = lambda: None,
     ) -> None:
-        """Queue a call that takes `inputs` to host memory and its outputs to `outs`.
+        """Queue a call that takes `inputs` to host memory and its output to `out`, all on one device.
 
-        `submit` submits it to the pool, given the addresses of the inputs in host memory and the call's number; its outputs go to
-        `output`, one after the other, each of all ranks.
+        `submit` submits it to the pool, given the addresses of the inputs in host memory and the call's number, with the output in that
+        of the lane.
         """
-        addresses = self._push(inputs)
+        lane, counters = self.lane_of(inputs[0]), self._counters()
+        addresses = lane.push(inputs)
+
+        def submit_next() -> None:
+            submit(addresses, lane.next_number())
+
         if self.captured is None:
-            self._submit(lambda number: submit(addresses, number))
+            submit_next()
         else:
-            self.captured.submits.append(lambda number: submit(addresses, number))
-        of_device = device_work()
-        source = self.output.data_ptr()
-        for out in outs:
-            self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop, of_device)
-            self._counters().host_to_device_bytes += out.nbytes
-            source += self.pool.ranks * out.nbytes
+            self.captured.submits.append(submit_next)
+        lane.pull(out, device_work())
+        counters.device_to_host_bytes += sum(tensor.nbytes for tensor in inputs)
+        counters.host_to_device_bytes += out.nbytes
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[CapturedCalls]:
-        """Within it a CUDA graph is captured: calls are recorded for `replay`, not submitted."""
+        """Within it CUDA graphs are captured: calls are recorded for `replay`, not submitted."""
         self.captured = CapturedCalls()
         try:
             yield self.captured
@@ -282,49 +243,28 @@ class HandOff:
             self.captured = None
 
     def replay(self, calls: CapturedCalls) -> None:
-        """Submit the calls of a graph that is launched next."""
+        """Submit the calls of the graphs that are launched next."""
         for submit in calls.submits:
-            self._submit(submit)
+            submit()
         self.transfers.host_to_device_bytes += calls.counted.host_to_device_bytes
         self.transfers.device_to_host_bytes += calls.counted.device_to_host_bytes
         self.transfers.cpu_bytes += calls.counted.cpu_bytes
 
-    def _submit(self, submit: Callable[[int], None]) -> None:
-        self.number += 1
-        submit(self.number & 0xFFFFFFFF)
-
     def _counters(self) -> Transfers:
         return self.transfers if self.captured is None else self.captured.counted
 
-    def _push(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Queue writing `tensors` to the input buffer and raising the flag; return the address of each, of the first rank's."""
-        addresses, end = [], self.input.data_ptr()
-        limit = end + self.input.numel()
-        for tensor in tensors:
-            of_all = self.pool.ranks * tensor.nbytes
-            if end + of_all > limit:
-                raise ValueError(
-                    f"an input of {of_all} bytes does not fit into the {limit - end} bytes left of the buffer"
-                )
-            addresses.append(end)
-            end += -(-of_all // FLAG_BYTES) * FLAG_BYTES
-            self._counters().device_to_host_bytes += tensor.nbytes
-        targets = [address + self.rank * tensor.nbytes for address, tensor in zip(addresses, tensors)]
-        self.side.push([tensor.contiguous() for tensor in tensors], targets, self.arrived)
-        return addresses
-
     def _chosen_bytes(self) -> int:
-        """Return the bytes that routed calls have read, after waiting for the stream: calls still queued are not counted yet."""
+        """Return the bytes that routed calls have read, after waiting for the streams: calls still queued are not counted yet."""
         if not self.was_routed:
             return 0
-        self.side.wait()
+        for lane in self.lanes:
+            lane.side.wait()
         return self.pool.chosen_bytes()
 
     def close(self) -> None:
-        """Wait for the queued calls, and end the threads. With several ranks, stop those that wait for this one."""
-        if self.pool.ranks > 1:
-            require_library().zero_inference_raise_flag(self.stop, 1)
-        self.side.end()
+        """Wait for the queued calls, and end the threads."""
+        for lane in self.lanes:
+            lane.side.end()
         self.transfers.keep_cpu_counts()
         self.pool.close()
 

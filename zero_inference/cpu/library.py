@@ -116,8 +116,6 @@ def open_library(path: Path) -> ctypes.CDLL:
         ("read_bytes_sum", ctypes.c_uint64, pointer, int64, int32),
         ("quantize", int32, pointer, int32, int64, int64, int32, int32, pointer, pointer, pointer, int32, int32),
         ("attention", int32, pointer, int32, int64),
-        ("raise_flag", None, pointer, ctypes.c_uint32),
-        ("await_flag", int32, pointer, pointer, ctypes.c_uint32, int64),
         ("cpu_pool_new", pointer, pointer, int64, int64, pointer, int64),
         ("cpu_pool_delete", None, pointer),
         ("cpu_pool_add_block", int64, pointer, pointer, int64, int32, int32),
@@ -125,7 +123,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         ("cpu_pool_add_attention", int64, pointer, pointer, int32),
         ("cpu_pool_reserve", int32, pointer, pointer),
         ("cpu_pool_run", int32, pointer, pointer),
-        ("cpu_pool_submit", None, pointer, pointer, ctypes.c_uint32),
+        ("cpu_pool_submit", None, pointer, pointer, int64, ctypes.c_uint32),
         ("cpu_pool_statistics", None, pointer, pointer),
     ):
         function = getattr(library, f"zero_inference_{name}")

@@ -23,11 +23,11 @@ CPUS = Path("sys/devices/system/cpu")
 def choose_cpus(
     threads: int | None, numa_nodes: Sequence[int | None] = (None,), root: str = "/", allowed: set[int] | None = None
 ) -> list[int]:
-    """Return logical CPUs for a host's pool threads, one per physical core, preferably near the GPUs.
+    """Return logical CPUs for the pool's threads, one per physical core, preferably near the GPUs.
 
     Args:
-        threads: how many; None takes all cores except one for the Python thread of each rank.
-        numa_nodes: NUMA node of each rank's GPU, None for unknown. Other nodes are used only if none of these may be.
+        threads: how many; None takes all cores except one for the Python thread, near the first GPU.
+        numa_nodes: NUMA node of each GPU, None for unknown. Other nodes are used only if none of these may be.
         root: root of the file system with /sys and /proc.
         allowed: CPUs that the process may use; None: its affinity.
 
@@ -35,12 +35,9 @@ def choose_cpus(
         UsageError: more threads than physical cores.
     """
     cores = _physical_cores(set(numa_nodes), root, allowed)
-    python_cores: list[int] = []  # one for each rank, near its GPU where possible
-    for node in numa_nodes:
-        free = [cpu for cpu in cores if cpu not in python_cores]
-        near = [cpu for cpu in free if node is None or _node_of(cpu, Path(root)) == node]
-        python_cores += (near or free)[:1]
-    others = [cpu for cpu in cores if cpu not in python_cores]
+    near_first = (cpu for cpu in cores if numa_nodes[0] is None or _node_of(cpu, Path(root)) == numa_nodes[0])
+    python_core = next(near_first, cores[0])
+    others = [cpu for cpu in cores if cpu != python_core]
     if threads is None:
         return others or cores
     if threads > len(cores):
@@ -48,17 +45,7 @@ def choose_cpus(
             f"--cpu-threads {threads}: this process may use {len(cores)} physical cores; use {len(cores)} or fewer "
             "(hardware threads of one core would wait for each other)."
         )
-    return (python_cores + others)[-threads:]  # Python's only where the others do not suffice
-
-
-def choose_rank_cpus(
-    numa_node: int | None, local_rank: int, local_world_size: int, root: str = "/", allowed: set[int] | None = None
-) -> list[int]:
-    """Return the CPUs of one rank where the ranks of a host divide its cores equally; one core is left for Python."""
-    cores = _physical_cores({numa_node}, root, allowed)
-    count = len(cores) // local_world_size
-    mine = cores[local_rank * count : (local_rank + 1) * count] or cores[:1]
-    return mine[1:] or mine
+    return [python_core, *others][-threads:]  # Python's only where the others do not suffice
 
 
 def _physical_cores(numa_nodes: set[int | None], root: str, allowed: set[int] | None) -> list[int]:
@@ -99,7 +86,8 @@ _ACTIVATIONS = "relu", "silu", "gelu", "gelu_tanh", "relu_squared", "gelu_sigmoi
 ACTIVATION_NUMBERS = {name: number for number, name in enumerate(_ACTIVATIONS)}
 COMBINATIONS = {"none": 0, "activation": 1, "gated": 2}
 FLAG_BYTES = 64  # one cache line each
-DONE, STOP, ARRIVED = 0, 1, 2  # indices of the flags with one rank; rank r has its ARRIVED at ARRIVED + r
+DONE, STOP, ARRIVED = 0, 1, 2  # flags of a device: DeviceFlags in csrc/cpu/cpu_pool.cpp
+DEVICE_FLAG_BYTES = 3 * FLAG_BYTES
 # Idle threads spin this long before they sleep. A device takes less than 1 ms between two layers, Python a few ms between two tokens;
 # waking a thread takes 0.05 ms.
 SPIN_US = 20_000
@@ -180,22 +168,23 @@ class CpuPool:
     Args:
         cpus: a logical CPU for each thread; -1 does not bind it.
         spin_us: microseconds that idle threads spin before they sleep.
-        flags: uint8 [`flag_bytes(ranks)`], page-locked, for calls in the order of a CUDA stream; None for synchronous calls.
+        flags: uint8 [devices * `DEVICE_FLAG_BYTES`], page-locked, for calls in the order of CUDA streams; None for synchronous calls.
         instructions: one of `INSTRUCTIONS`, or "auto" for the best supported.
-        ranks: ranks whose rows one stream-ordered call multiplies, stored one rank after the other.
 
     Raises RuntimeError without the library, RunError if the system allows fewer threads.
     """
 
-    def __init__(
-        self, cpus: Sequence[int], spin_us: int, flags: Tensor | None = None, instructions: str = "auto", ranks: int = 1
-    ):
+    def __init__(self, cpus: Sequence[int], spin_us: int, flags: Tensor | None = None, instructions: str = "auto"):
         self.library = require_library()
         self.threads = len(cpus)
         self.instructions = best_instructions() if instructions == "auto" else instructions
-        self.flags, self.ranks = flags, ranks
+        self.flags, self.devices = flags, 0 if flags is None else flags.numel() // DEVICE_FLAG_BYTES
         self.handle = self.library.zero_inference_cpu_pool_new(
-            (ctypes.c_int32 * len(cpus))(*cpus), len(cpus), spin_us, None if flags is None else flags.data_ptr(), ranks
+            (ctypes.c_int32 * len(cpus))(*cpus),
+            len(cpus),
+            spin_us,
+            None if flags is None else flags.data_ptr(),
+            self.devices,
         )
         if not self.handle:
             raise RunError(TOO_MANY_THREADS.format(self.threads))
@@ -225,8 +214,9 @@ class CpuPool:
         )
 
     def reserve(self, task: Task, rows: int, chosen: int = 0) -> None:
-        """Allocate scratch memory for calls of `rows` rows per rank with `chosen` experts per row. Raises RunError without memory."""
-        call = Call(task.number, rows * self.ranks, None, None, (chosen,))
+        """Allocate scratch memory for calls of `rows` rows with `chosen` experts per row, after all submitted calls. Raises RunError
+        without memory."""
+        call = Call(task.number, rows, None, None, (chosen,))
         if self.library.zero_inference_cpu_pool_reserve(self.handle, ctypes.byref(call)):
             raise _no_memory(rows)
 
@@ -237,11 +227,24 @@ class CpuPool:
         if self.library.zero_inference_cpu_pool_run(self.handle, ctypes.byref(call)):
             raise _no_memory(x.shape[0])
 
-    def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
-        """Queue a call, of `rows` rows per rank, that starts when the flag `ARRIVED` of each rank reaches `number`; other arguments are
-        addresses in host memory."""
-        call = Call(task.number, rows * self.ranks, source, target, extra)
-        self.library.zero_inference_cpu_pool_submit(self.handle, ctypes.byref(call), number)
+    def submit(
+        self,
+        task: Task,
+        rows: int,
+        source: int,
+        target: int,
+        number: int,
+        extra: tuple[int, ...] = (),
+        device: int = 0,
+    ) -> None:
+        """Queue a call of `rows` rows after all earlier ones; it starts when the flag `ARRIVED` of `device` reaches `number`.
+
+        `source` and `target` are addresses in host memory, `extra` is `Call.extra`.
+        """
+        self.submit_call(Call(task.number, rows, source, target, extra), number, device)
+
+    def submit_call(self, call: Call, number: int, device: int) -> None:
+        self.library.zero_inference_cpu_pool_submit(self.handle, ctypes.byref(call), device, number)
 
     def busy_s(self) -> float:
         return self._statistics().busy_ns / 1e9
@@ -261,23 +264,6 @@ class CpuPool:
             self.library.zero_inference_cpu_pool_delete(self.handle)
             self.handle = None
             self.references.clear()
-
-
-class CpuPoolProxy(CpuPool):
-    """The first rank's pool as its other ranks see it: the same task numbers, no threads. The first rank alone submits the calls."""
-
-    def __init__(self, ranks: int):
-        super().__init__((-1,), 0, ranks=ranks)
-
-    def reserve(self, task: Task, rows: int, chosen: int = 0) -> None:
-        pass
-
-    def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
-        pass
-
-
-def flag_bytes(ranks: int) -> int:
-    return (ARRIVED + ranks) * FLAG_BYTES
 
 
 def _no_memory(rows: int) -> RunError:

@@ -21,7 +21,7 @@ import torch
 from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu.attention import LogitOptions, add_attention, run_attention
 from zero_inference.cpu.experts import Expert, ExpertActivation, add_experts
-from zero_inference.cpu.hand_off import HandOff, StreamSide, allocate_local_buffers
+from zero_inference.cpu.hand_off import HandOff, Lane, StreamSide, allocate_buffers
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions, require_library
 from zero_inference.cpu.pool import (
     SPIN_US,
@@ -32,7 +32,6 @@ from zero_inference.cpu.pool import (
     Task,
     Weight,
     choose_cpus,
-    choose_rank_cpus,
     numa_node_of_gpu,
 )
 from zero_inference.cpu.products import Matrix
@@ -86,13 +85,6 @@ NARROW_WIDTH = 16  # of a feed-forward that costs little but its hand-off
 SEQUENCES, KEY_HEADS, BLOCKS, BLOCK_POSITIONS = 8, 8, 8, 64
 LAYER_SHAPE = BLOCKS, SEQUENCES, KEY_HEADS, BLOCK_POSITIONS, ATTENTION_HEAD_DIM  # of keys, and of values
 RANDOM_NUMBERS = 1 << 20  # drawn once and copied
-
-
-def cpus_of_rank(ranks: Ranks) -> tuple[int, ...]:
-    """Return a CPU for each worker thread of this rank alone; -1 (unbound) without a GPU, since PyTorch's threads need the CPUs, too."""
-    if ranks.device.type != "cuda":
-        return (-1,) * torch.get_num_threads()
-    return tuple(choose_rank_cpus(_numa_node_of(ranks.device), ranks.local_rank, ranks.local_world_size))
 
 
 def cpus_of_host(ranks: Ranks, threads: int | None = None) -> tuple[int, ...]:
@@ -312,11 +304,11 @@ class CpuBench:
     def __init__(self, device: torch.device, cpus: tuple[int, ...], rows: int, columns: int):
         self.device, self.cpus, self.columns = device, cpus, columns
         nbytes = rows * columns * torch.float32.itemsize
-        buffers = allocate_local_buffers(nbytes, nbytes, pinned=True)
-        self.pool = CpuPool(cpus, SPIN_US, buffers.flags)
+        flags, buffers = allocate_buffers(nbytes, nbytes, pinned=True)
+        self.pool = CpuPool(cpus, SPIN_US, flags)
         try:
             self.link = BusyLink(device)
-            self.hand_off = HandOff(self.pool, StreamSide(device), buffers, Transfers())
+            self.hand_off = HandOff(self.pool, [Lane(StreamSide(device), buffers[0])], Transfers())
         except BaseException:
             self.pool.close()
             raise

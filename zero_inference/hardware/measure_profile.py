@@ -227,7 +227,7 @@ def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
         add("host_memory_copy_gbps", "host memory copy", decode, copies, lane_to)
         add("host_memory_two_copies_gbps", "two copies at once, summed", "KV cache", copies, lane_to, lane_from)
     if load_library() is not None:
-        cpus = bench_cpu.cpus_of_rank(ranks)
+        cpus = cpus_of_host(ranks)
         cores = f"{len(cpus)} cores"
         read = f"host memory read by {cores}"
         add("cores_read_gbps", read, "what the CPU can multiply", bench_cpu.measure_read_gb_per_s, cpus)

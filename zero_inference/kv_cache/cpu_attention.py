@@ -73,51 +73,55 @@ class CpuAttentionCache(PreallocatedCache):
     ):
         self.max_length, self.pinned, self.asynchronous, self.transfers = max_length, pinned, asynchronous, transfers
         self.attend = attend
-        self.masks: list[tuple[Tensor, int, Tensor | None]] = []  # the latest, with results of `mask_on_host`
+        # by device: the latest masks, with results of `mask_on_host`
+        self.masks: dict[torch.device, list[tuple[Tensor, int, Tensor | None]]] = {}
         self.pending: CpuAttentionLayer | None = None  # its new states are on their way to the attention function
-        self.write_stream: torch.cuda.Stream | None = None  # of prompts
-        self.in_flight = False  # a prompt is being copied to the host
+        self.write_streams: dict[torch.device, torch.cuda.Stream] = {}  # of prompts
+        self.in_flight: set[torch.device] = set()  # devices from which a prompt is being copied to the host
         super().__init__(config, kind)
 
     def new_layer(self) -> PreallocatedLayer:
         return CpuAttentionLayer(self, self.max_length)
 
     def reset(self) -> None:
-        self.pending, self.masks = None, []
-        if self.write_stream is not None:
-            self.write_stream.synchronize()
-            self.in_flight = False
+        self.pending, self.masks = None, {}
+        for stream in self.write_streams.values():
+            stream.synchronize()
+        self.in_flight.clear()
         super().reset()
 
     def mask_on_host(self, mask: Tensor | None, positions: int) -> tuple[int, Tensor | None]:
         """Return (window, None) if a window expresses `mask`, else (0, the mask on the host [batch or 1, heads or 1, new, positions])."""
         if mask is None:
             return 0, None
-        for cached, window, host_mask in self.masks:
+        latest = self.masks.setdefault(mask.device, [])
+        for cached, window, host_mask in latest:
             if cached is mask:
                 return window, host_mask
         on_host = mask[..., :positions].cpu()
         window = window_of(on_host)
         host_mask = None if window else on_host
-        self.masks = [*self.masks[1 - CACHED_MASKS :], (mask, window, host_mask)]
+        latest[:] = [*latest[1 - CACHED_MASKS :], (mask, window, host_mask)]
         return window, host_mask
 
     def write(self, host: Tensor, blocks: Tensor) -> None:
         """Copy `blocks` of a prompt from the GPU, after the kernels that compute them."""
-        if self.write_stream is None:
-            self.write_stream = torch.cuda.Stream(blocks.device)
-        self.write_stream.wait_stream(torch.cuda.current_stream(blocks.device))
-        with torch.cuda.stream(self.write_stream):
-            blocks.record_stream(self.write_stream)
+        device = blocks.device
+        if device not in self.write_streams:
+            self.write_streams[device] = torch.cuda.Stream(device)
+        stream = self.write_streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            blocks.record_stream(stream)
             host.copy_(blocks, non_blocking=self.asynchronous)
-        self.in_flight = True
+        self.in_flight.add(device)
         self.transfers.device_to_host_bytes += blocks.nbytes
 
     def await_prompt(self, device: torch.device) -> None:
-        """Make the current stream wait until the prompt's keys and values are on the host."""
-        if self.in_flight:
-            torch.cuda.current_stream(device).wait_stream(self.write_stream)
-            self.in_flight = False
+        """Make the device's current stream wait until the prompt's keys and values of its layers are on the host."""
+        if device in self.in_flight:
+            torch.cuda.current_stream(device).wait_stream(self.write_streams[device])
+            self.in_flight.remove(device)
 
 
 class CpuAttentionLayer(PreallocatedLayer):
@@ -229,18 +233,21 @@ class CpuAttention:
         packed = torch.cat([part.flatten() for part in (query, *layer.new_states)])  # one buffer, one hand-off
         out = query.new_empty((batch, new, heads, values.shape[4]))
         hand_off = self.calls if isinstance(self.calls, HandOff) else None
-        too_large = hand_off and (packed.nbytes > hand_off.input.nbytes or out.nbytes > hand_off.output.nbytes)
+        lane = hand_off and hand_off.lane_of(packed)
+        too_large = lane and (packed.nbytes > lane.input.nbytes or out.nbytes > lane.output.nbytes)
         if mask is not None or too_large:
             return self._attend_blocking(layer, query, packed, window, mask)
         if task is None:
             task = self.tasks[layer] = add_attention(pool, keys, values, heads, layer.logits)
-        if hand_off:
+        if hand_off and lane:
             layer.cache.await_prompt(out.device)
-            target = hand_off.output.data_ptr()
+            target, device = lane.output.data_ptr(), lane.index
             hand_off.run(
                 [packed],
-                [out],
-                lambda sources, call: submit_attention(pool, task, sources[0], target, new, length, window, call),
+                out,
+                lambda sources, call: submit_attention(
+                    pool, task, sources[0], target, new, length, window, call, device
+                ),
             )
         else:
             run_attention(pool, task, packed, out, new, length, window)

@@ -1,9 +1,9 @@
 """A KV cache in host memory for any transformers model.
 
 Each layer's keys and values are one allocation with a row per position (all keys of the batch, then all values), so that what a decode
-step appends and what it reads are both contiguous: one copy each way, no gather. On CUDA three device slots serve all layers as a ring
-buffer: while a layer computes, the keys and values of the next two are copied on a stream of their own, and the last layers of a step
-prefetch the first ones of the next. On a CPU the host memory is used directly.
+step appends and what it reads are both contiguous: one copy each way, no gather. On CUDA three slots of a device serve all of its layers
+as a ring buffer: while a layer computes, the keys and values of the next two are copied on a stream of their own, and the last layers of
+a step prefetch the first ones of the next. On a CPU the host memory is used directly.
 
 A step calls `update` once per layer, and the link may have to wait for Python (benchmarks/LOG.md): hence one copy for keys and values,
 and views and events that are created once.
@@ -11,7 +11,9 @@ and views and events that are created once.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,38 +48,52 @@ class HostKVCache(PreallocatedCache):
     ):
         # layers without keys of their own read those of the last layers that have some, from their slots
         shares = bool(getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
-        self.max_length = max_length
-        self._ring = _DeviceSlots(pinned, asynchronous, transfers, wraps=not shares)
+        self.max_length, self.pinned = max_length, pinned
+        self._new_ring = functools.partial(_DeviceSlots, asynchronous, transfers, wraps=not shares)
+        self._rings: dict[torch.device, _DeviceSlots] = {}  # of each device that computes layers
         super().__init__(config, kind)
 
     def new_layer(self) -> PreallocatedLayer:
-        return _HostLayer(self._ring, self.max_length)
+        return _HostLayer(self._ring_of, self.max_length, self.pinned)
+
+    def _ring_of(self, device: torch.device) -> _DeviceSlots:
+        if device not in self._rings:
+            self._rings[device] = self._new_ring(device)
+        return self._rings[device]
 
     def reset(self) -> None:
-        self._ring.wait()
+        for ring in self._rings.values():
+            ring.wait()
         super().reset()
 
 
 class _HostLayer(PreallocatedLayer):
-    """Keys and values of one layer in host memory; `stored` views `rows` by `sizes`, (batch, heads, head_dim) of keys and of values."""
+    """Keys and values of one layer in host memory; `stored` views `rows` by `sizes`, (batch, heads, head_dim) of keys and of values.
+
+    Args:
+        ring_of: returns the ring buffer of a CUDA device.
+    """
 
     rows: Tensor  # [positions, elements], all keys of a position and then all values
 
-    def __init__(self, ring: _DeviceSlots, max_length: int):
+    def __init__(self, ring_of: Callable[[torch.device], _DeviceSlots], max_length: int, pinned: bool):
         super().__init__(max_length)
-        self.ring = ring
-        self.index = -1  # among the layers with keys and values, in the order of their first tokens
+        self.ring_of, self.pinned = ring_of, pinned
+        self.ring: _DeviceSlots | None = None  # of the device of this layer; None before its first tokens and on a CPU
+        self.index = -1  # in `ring.layers`
 
     def allocate(self, *states: Tensor) -> None:
         self.sizes = tuple((one.shape[0], one.shape[1], one.shape[3]) for one in states)
         elements = sum(math.prod(size) for size in self.sizes)
-        self.rows = host_empty((self.max_length, elements), states[0].dtype, self.ring.pinned)
+        self.rows = host_empty((self.max_length, elements), states[0].dtype, self.pinned)
         self.stored = self.views(self.rows)
-        if self.index < 0:
+        if self.device.type != "cuda":
+            return
+        if self.ring is None:
+            self.ring = self.ring_of(self.device)
             self.index = len(self.ring.layers)
             self.ring.layers.append(self)
-        if self.device.type == "cuda":
-            self.ring.prepare(self.rows, self.device)
+        self.ring.prepare(self.rows)
 
     def views(self, rows: Tensor) -> Pair:
         """Return keys and values [batch, heads, positions, head_dim] as views of `rows` [positions, elements], here or in a slot."""
@@ -86,9 +102,9 @@ class _HostLayer(PreallocatedLayer):
         return keys, values
 
     def append(self, states: Pair, start: int, end: int) -> Pair:
-        if self.device.type == "cuda":
-            return self.ring.append(self, states, start, end)
-        return super().append(states, start, end)
+        if self.ring is None:
+            return super().append(states, start, end)
+        return self.ring.append(self, states, start, end)
 
 
 class _Slot:
@@ -109,37 +125,33 @@ class _Slot:
 
 
 class _DeviceSlots:
-    """A ring buffer of `SLOTS` device slots, filled ahead of the computation.
+    """A ring buffer of `SLOTS` slots on a CUDA device, filled ahead of the computation.
 
     Args:
         wraps: the last layers of a step prefetch the first ones of the next.
     """
 
-    def __init__(self, pinned: bool, asynchronous: bool, transfers: Transfers, wraps: bool = True):
-        self.wraps = wraps
-        self.pinned, self.asynchronous, self.transfers = pinned, asynchronous, transfers
-        self.layers: list[_HostLayer] = []  # those with keys and values, in the order of computation
+    def __init__(self, asynchronous: bool, transfers: Transfers, device: torch.device, wraps: bool = True):
+        self.asynchronous, self.transfers, self.device, self.wraps = asynchronous, transfers, device, wraps
+        self.layers: list[_HostLayer] = []  # of this device, with keys and values, in the order of computation
         self.slots: list[_Slot] = []
         self.next_slot = 0
         self.filled: dict[int, _Slot] = {}  # by layer index, the slot that its rows are in or being copied to
-        self.fetch_stream: torch.cuda.Stream | None = None
-        self.write_stream: torch.cuda.Stream | None = None
+        self.fetch_stream, self.write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # recorded again for each layer: earlier waits refer to earlier recordings; they belong to the device that first records them
+        self.released, self.appended, self.written = (torch.cuda.Event() for _ in range(3))
 
-    def prepare(self, rows: Tensor, device: torch.device) -> None:
+    def prepare(self, rows: Tensor) -> None:
         """Allocate slots that hold such rows; called with the first tokens, when slots hold nothing that is needed."""
-        if self.fetch_stream is None:
-            self.fetch_stream, self.write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            # recorded again for each layer: earlier waits refer to earlier recordings
-            self.released, self.appended, self.written = (torch.cuda.Event() for _ in range(3))
         if not self.slots or self.slots[0].memory.numel() < rows.numel():
-            self.slots = [_Slot(rows.numel(), rows.dtype, device) for _ in range(SLOTS)]
+            self.slots = [_Slot(rows.numel(), rows.dtype, self.device) for _ in range(SLOTS)]
             for slot in self.slots:  # a copy may be in flight when the cache is dropped
                 slot.memory.record_stream(self.fetch_stream)
                 slot.memory.record_stream(self.write_stream)
 
     def append(self, layer: _HostLayer, new: Pair, start: int, end: int) -> Pair:
         """Store `new` [batch, heads, new, head_dim] at positions start..end; return all positions up to `end`."""
-        compute = torch.cuda.current_stream(layer.device)
+        compute = torch.cuda.current_stream(self.device)
         if start == 0:  # a prompt attends to the states themselves
             slot = self._next_slot()
             compute.wait_event(slot.written)
@@ -196,7 +208,6 @@ class _DeviceSlots:
         self.transfers.device_to_host_bytes += rows.nbytes
 
     def wait(self) -> None:
-        if self.fetch_stream is not None:
-            self.fetch_stream.synchronize()
-            self.write_stream.synchronize()
+        self.fetch_stream.synchronize()
+        self.write_stream.synchronize()
         self.filled.clear()

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zero_inference.cpu.experts import Expert, ExpertActivation, add_experts
-from zero_inference.cpu.hand_off import DirectCalls, HandOff, HostSide, RankExchange, StreamSide, allocate_buffers
+from zero_inference.cpu.hand_off import DirectCalls, HandOff, Lane, StreamSide, allocate_buffers
 from zero_inference.cpu.library import DTYPES
-from zero_inference.cpu.pool import SPIN_US, CpuPool, CpuPoolProxy, Routing, Stage, Task, Weight
+from zero_inference.cpu.pool import SPIN_US, CpuPool, Routing, Stage, Task, Weight
 from zero_inference.cpu.products import Matrix
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
@@ -188,7 +188,7 @@ def _experts(
 
 
 class CpuBackend:
-    """The thread pool of a run, and the blocks that it computes. All ranks of a host share it; the first rank has the threads."""
+    """The thread pool of a run, which serves all of its devices, and the blocks that it computes."""
 
     def __init__(self, plan: CpuPlan, job: Job, placement: Placement, store: BlockStore, transfers: Transfers):
         self.plan, self.placement, self.store, self.scheme = plan, placement, store, placement.scheme
@@ -199,30 +199,22 @@ class CpuBackend:
         if plan.automatic:
             self.computable = self.computable.union(set(placement.computable) - set(placement.expert_blocks))
         self.python_cpus: set[int] | None = None  # affinity of this thread before
-        self.exchange: RankExchange | None = None
-        ranks, count = job.ranks, job.ranks.world_size
-        self.experts: ExpertCaches | None = None  # with one rank
+        self.experts: ExpertCaches | None = None
         if placement.expert_slots or placement.quota:
             self.experts = ExpertCaches(placement, store, job.devices, transfers)
-        if count == 1 and not job.on_gpu:
+        if not job.on_gpu:
             self.pool = CpuPool(plan.cpus, spin_us=0)
             self.calls: DirectCalls | HandOff = DirectCalls(self.pool, transfers)
             return
-        cpus = ranks.gather_objects(plan.cpus)[0]
         nbytes = hand_off_bytes(placement, self.max_rows, self.dtype.itemsize)  # of inputs, and of outputs
         if plan.attends:
             of_attention = attention_hand_off_bytes(job.spec.config, self.decode_rows, self.dtype.itemsize)
             nbytes = max(nbytes[0], of_attention[0]), max(nbytes[1], of_attention[1])
-        buffers = allocate_buffers(ranks, *nbytes, pinned=job.on_gpu)
-        spin_us = SPIN_US if job.on_gpu else 0
-        self.pool = CpuPool(cpus, spin_us, buffers.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
-        side = StreamSide(ranks.device) if job.on_gpu else HostSide()
-        self.calls = HandOff(self.pool, side, buffers, transfers, ranks.rank)
-        if job.on_gpu:
-            self.python_cpus = _avoid_cpus(cpus)  # after what may fail
-        if count > 1:
-            self.exchange = RankExchange(ranks.rank, count, buffers)
-            ranks.barrier()  # until the first rank has cleared the flags
+        flags, buffers = allocate_buffers(*nbytes, pinned=True, devices=len(job.devices))
+        self.pool = CpuPool(plan.cpus, SPIN_US, flags)
+        lanes = [Lane(StreamSide(device), each) for device, each in zip(job.devices, buffers, strict=True)]
+        self.calls = HandOff(self.pool, lanes, transfers)
+        self.python_cpus = _avoid_cpus(plan.cpus)  # after what may fail
 
     def block(self, index: int, module: nn.Module) -> CpuBlock:
         block, buffer = self.placement.blocks[index], self.store.buffers[index]
@@ -235,12 +227,8 @@ class CpuBackend:
         return CpuAttention(self.calls, self.python_cpus)
 
     def may_compute(self, tokens: int) -> bool:
-        """Return whether the CPU may compute in the next pass, of `tokens` tokens in this rank: all ranks have equally many, and few.
-
-        All ranks call it in each pass; when they score texts, their passes have different lengths.
-        """
-        found = [tokens] if self.exchange is None else self.exchange.all_gather(tokens)
-        return len(set(found)) == 1 and tokens <= self.decode_rows
+        """Return whether the CPU may compute in a pass of `tokens` tokens: it has few."""
+        return tokens <= self.decode_rows
 
     def close(self) -> None:
         self.calls.close()
