@@ -16,7 +16,6 @@ from zero_inference.hardware import bench_cpu, measure_profile
 from zero_inference.hardware.bench_cpu import CpuBench, CpuCalls, CpuProducts, products_of_formats
 from zero_inference.hardware.profile import CPU_BLOCK_BYTES, ConcurrentRates, CpuWorkload
 from zero_inference.kernels.quantization import GroupQuantization
-from zero_inference.utils.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
 CPU = torch.device("cpu")
@@ -24,27 +23,29 @@ COLUMNS = 512
 INT4 = GroupQuantization(4, 32)
 
 
-class PlayedLink:
-    """Copies that end after some calls of the cores."""
+class PlayedLinks:
+    """Copies over one or several links that end after some calls of the CPU; two links have 90 GB/s together, one has 50."""
 
-    device = CPU
-
-    class Event:
-        def __init__(self, left: int):
-            self.left = left
-
-        def query(self) -> bool:
-            self.left -= 1
-            return self.left < 0
-
-        def synchronize(self) -> None:
-            pass
+    def __init__(self, devices, source=None):
+        self.devices, self.source = devices, source
 
     def begin(self, copies=8):
-        return self.Event(0), self.Event(6)
+        return PlayedRound(len(self.devices))
 
-    def rate(self, start, end, copies=8) -> float:
-        return 50.0
+
+class PlayedRound:
+    def __init__(self, links: int):
+        self.links, self.left, self.ends = links, 6, [None] * links
+
+    def all_busy(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def wait(self) -> None:
+        pass
+
+    def gb_per_s(self) -> float:
+        return {1: 50.0, 2: 90.0}[self.links]
 
 
 @pytest.fixture(autouse=True)
@@ -60,17 +61,17 @@ def small_blocks_and_no_gpu(monkeypatch):
     }.items():
         monkeypatch.setattr(bench_cpu, name, value)
     monkeypatch.setattr(bench_cpu, "uncached_block_bytes", lambda: 8 << 20)
-    monkeypatch.setattr(bench_cpu, "BusyLink", lambda device: PlayedLink())
+    monkeypatch.setattr(bench_cpu, "BusyLinks", PlayedLinks)
     monkeypatch.setattr(bench_cpu, "StreamSide", lambda device: HostSide())
     monkeypatch.setattr(bench_cpu, "allocate_buffers", lambda *sizes, pinned: allocate_buffers(*sizes, pinned=False))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(CpuBench, "hand_off_s", lambda bench, dtype, rows: 1e-5 * rows)
+    monkeypatch.setattr(CpuBench, "hand_off_s", lambda bench, dtype, rows, links: 1e-5 * rows * len(links.devices))
 
 
 @pytest.fixture
 def bench():
-    made = CpuBench(CPU, (-1, -1), 32, COLUMNS)
+    made = CpuBench([CPU], (-1, -1), 32, COLUMNS)
     yield made
     made.close()
 
@@ -91,9 +92,9 @@ def test_every_format_is_visited_with_every_number_of_tokens_in_turn(monkeypatch
 
     monkeypatch.setattr(CpuBench, "visit", counted)
     monkeypatch.setattr(CpuBench, "attention", attend)
-    monkeypatch.setattr(measure_profile, "cpus_of_host", lambda ranks: (-1, -1))
+    monkeypatch.setattr(measure_profile, "cpus_of_host", lambda devices: (-1, -1))
     monkeypatch.setattr(measure_profile.extension, "load_extension", lambda: True)
-    found = measure_profile.measure_cores(Ranks(0, 1, 0, 1, torch.device("cuda", 0)), lines.append)
+    found = measure_profile.measure_cores([torch.device("cuda", 0)], lines.append)
     assert [(each.format, each.rows) for each in found.products] == [
         (name, rows) for name in ("bfloat16", "float16", "int8", "int4") for rows in (1, 8, 32)
     ]
@@ -105,17 +106,34 @@ def test_every_format_is_visited_with_every_number_of_tokens_in_turn(monkeypatch
     assert [(each.format, each.heads) for each in found.attention] == attended and "no host memory" in lines[0]
     assert all(0 < each.gb_per_s <= each.alone_gb_per_s for each in found.attention)
     assert found.threads == 2 and found.read_gb_per_s > 0
-    assert measure_profile.measure_cores(Ranks(0, 1, 0, 1, CPU), lines.append) is None
+    assert measure_profile.measure_cores([CPU], lines.append) is None
 
 
 def test_the_rates_of_a_plan_are_measured_for_its_weights(monkeypatch):
     monkeypatch.setattr(bench_cpu, "device_copy_gb_per_s", lambda device, seconds: 4000.0)
     bench_cpu.measure_concurrent_rates.cache_clear()
     work = CpuWorkload(torch.float32, None, rows=2, columns=COLUMNS, heads=4)
-    found = bench_cpu.measure_concurrent_rates(CPU, (-1, -1), work)
-    assert (found.rows, found.link_alone_gb_per_s, found.device_gb_per_s) == (2, 50.0, 4000.0)
-    assert 0 < found.cores_gb_per_s <= found.cores_alone_gb_per_s and found.hand_off_s == pytest.approx(2e-5)
-    assert 0 < found.attended.beside_link_gb_per_s <= found.attended.alone_gb_per_s
+    for devices, links_gb_per_s in (((CPU,), 50.0), ((CPU, CPU), 90.0)):
+        found = bench_cpu.measure_concurrent_rates(devices, (-1, -1), work)
+        assert (found.rows, found.gpus, found.device_gb_per_s) == (2, len(devices), 4000.0)
+        assert found.link_alone_gb_per_s == pytest.approx(links_gb_per_s) == found.link_gb_per_s
+        assert found.hand_off_s == pytest.approx(2e-5 * len(devices))
+        assert 0 < found.cores_gb_per_s <= found.cores_alone_gb_per_s
+        assert 0 < found.attended.beside_link_gb_per_s <= found.attended.alone_gb_per_s
+
+
+def test_products_are_also_measured_beside_the_links_of_all_gpus():
+    """What the CPU does without links is measured once; float16 has no measurement of its own there."""
+    found = bench_cpu.measure_cpu_profile((CPU, CPU), (-1, -1), [].append)
+    one, two = ({(each.format, each.rows): each for each in found.products if each.gpus == n} for n in (1, 2))
+    assert set(one) == {(name, rows) for name in ("bfloat16", "float16", "int8", "int4") for rows in (1, 8, 32)}
+    assert set(two) == {(name, rows) for name, rows in one if name != "float16"}
+    for key, each in two.items():
+        assert (each.link_gb_per_s, each.hand_off_s) == (90.0, pytest.approx(2 * one[key].hand_off_s))
+        assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s
+        same = ("cores_alone_gb_per_s", "call_s", "expert_s")
+        assert [getattr(each, name) for name in same] == [getattr(one[key], name) for name in same]
+    assert (found.most_links("int4"), found.most_links("float16"), found.most_links("float32")) == (2, 1, 0)
 
 
 def test_hand_offs_are_measured_one_after_the_other(bench, monkeypatch):
@@ -140,7 +158,7 @@ def test_hand_offs_are_measured_one_after_the_other(bench, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    assert bench.hand_off_s(torch.bfloat16, 8) == pytest.approx(13e-3 / 200)
+    assert bench.hand_off_s(torch.bfloat16, 8, bench.links) == pytest.approx(13e-3 / 200)
     assert asked == [1, 201], "a call before the 200 that are timed"
 
 
@@ -188,7 +206,7 @@ def test_the_time_of_a_call_besides_its_bytes(bench, monkeypatch):
     short, long = weights.calls(1, short=True).nbytes, weights.calls(1).nbytes
     experts = weights.expert_calls(1).nbytes
     times = {0: 1.0, short: 3.0, experts: 12.0}
-    monkeypatch.setattr(CpuCalls, "beside", lambda calls, link, copies: (50.0, times[calls.nbytes]))
+    monkeypatch.setattr(CpuCalls, "beside", lambda calls, links, copies: (50.0, times[calls.nbytes]))
     call_s, expert_s = bench.call_and_expert_s(weights, 1, long / 9.0 / 1e9)
     assert call_s == pytest.approx(2.0 - 6.0 * short / (long - short))
     line = 3.0 + (experts - short) * 6.0 / (long - short)

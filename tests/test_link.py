@@ -11,14 +11,11 @@ import sys
 import time
 import types
 from dataclasses import replace
-from datetime import timedelta
 
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, free_port, start_python, without_gpus
-from forks import AS_USERS, PROGRAM, rank_variables
+from conftest import ROOT
 
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError
@@ -26,8 +23,6 @@ from zero_inference.hardware import bench_copies, bench_device, command, measure
 from zero_inference.hardware.measure_profile import GpuLink, link_warnings, measure_engines, memlock_warnings
 from zero_inference.hardware.profile import read_profile
 from zero_inference.hardware.spec import link_gb_per_s
-from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.watch import store_key
 
 GIB = 2**30
 HOST = dict(numa_nodes=[0], memlock_bytes=None, memory_bytes=64 * GIB, memory_available_bytes=60 * GIB)
@@ -119,44 +114,92 @@ def test_a_limit_of_locked_memory_is_warned_of():
     assert "8 MiB" in line and "60 GiB" in line and "ulimit -l" in line
 
 
-def test_the_report_of_two_gpus(monkeypatch, tmp_path, capsys):
-    """The second one has half of its lanes; the GPUs' own calls are stand-ins here."""
-    ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    monkeypatch.setattr("zero_inference.utils.ranks.detect_ranks", lambda local_rank: ranks)
-    for name, value in (("device_count", 2), ("set_device", None), ("empty_cache", None), ("synchronize", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+class PlayedGpus:
+    """Three GPUs on links of 40 GB/s, the third with half of its lanes; copies between GPUs are as fast as `peers` says by source."""
 
-    def refused(device):
+    def __init__(self, monkeypatch, tmp_path, peers=(200.0, 180.0, 190.0), reached=True):
+        self.lanes, self.reached = {0: 40.0, 1: 41.0, 2: 20.0}, reached
+        for name, value in dict(is_available=True, device_count=3, empty_cache=None, synchronize=None).items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: reached or pair[0].index != 1)
+        for name, lane in {
+            "lane_to": lambda device, pinned=True: self.lanes[device.index] if pinned else 6.5,
+            "lane_from": self.refuse,
+            "lane_between": lambda source, target: peers[source.index],
+            "BusyLinks": self.refuse,
+            "copy_gb_per_s": lambda *lanes, seconds=0.5: len(lanes) * min(lanes),
+            "load_library": lambda: None,
+            "read_host": lambda: HOST,
+        }.items():
+            monkeypatch.setattr(measure_profile, name, lane)
+        monkeypatch.setattr(bench_device, "device_copy_gb_per_s", lambda device: 3900.0)
+        monkeypatch.setattr(bench_device, "matmul_tflops", lambda device, dtype: 700.0)
+        fake_gpus(monkeypatch, tmp_path, ["5, 5, 16, 16", "4, 5, 16, 16", "5, 5, 8, 16"])
+        self.devices = measure_profile.visible_devices()
+
+    def refuse(self, device):
         raise RunError("0.25 GiB of host memory could not be page-locked")
 
-    monkeypatch.setattr(measure_profile, "lane_to", lambda device, pinned=True: 40.0 if pinned else 6.5)
-    monkeypatch.setattr(measure_profile, "lane_from", refused)
-    monkeypatch.setattr(measure_profile, "copy_gb_per_s", lambda *lanes: sum(lanes))
-    monkeypatch.setattr(measure_profile, "BusyLink", refused)
-    monkeypatch.setattr(bench_device, "device_copy_gb_per_s", lambda device: 3900.0)
-    monkeypatch.setattr(bench_device, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr(measure_profile, "load_library", lambda: None)
-    monkeypatch.setattr(measure_profile, "read_host", lambda: HOST)
-    fake_gpus(monkeypatch, tmp_path, ["5, 5, 16, 16", "5, 5, 8, 16"])
-    args = argparse.Namespace(verbose=1, disk=None, json=True, save=None, local_rank=None)
+
+def test_the_report_of_several_gpus(monkeypatch, tmp_path, capsys):
+    """One process measures all of them; the GPUs' own calls are stand-ins here."""
+    gpus = PlayedGpus(monkeypatch, tmp_path)
+    assert [str(device) for device in gpus.devices] == ["cuda:0", "cuda:1", "cuda:2"]
+    args = argparse.Namespace(verbose=1, disk=None, json=True, save=None)
     assert command.main(args) == 0
     report = json.loads(capsys.readouterr().out)
-    values = {name: (each["value"], each["all_ranks"]) for name, each in report["ceilings"].items()}
-    assert values["all_devices_gbps"] == (80, 80) and values["host_to_device_pageable_gbps"] == (6.5, 6.5)
-    assert values["device_to_host_pinned_gbps"] == values["both_directions_gbps"] == (None, None)
-    assert [gpu["limit_gbps"] for gpu in report["gpus"]] == pytest.approx([63.0, 31.5], abs=0.1)
-    assert {"rank", "node", "name", "pci_id", "numa_node", "source", "width_max"} < set(report["gpus"][0])
-    *failed, slow, lanes = report["warnings"]
+    values = {name: each["value"] for name, each in report["ceilings"].items()}
+    assert (values["host_to_device_pinned_gbps"], values["host_to_device_pageable_gbps"]) == (40, 6.5)
+    assert values["all_devices_gbps"] == 60, "the slowest link ends each round"
+    assert (values["peer_copy_gbps"], values["slowest_peer_copy_gbps"]) == (200, 180)
+    assert values["device_to_host_pinned_gbps"] is values["both_directions_gbps"] is None
+    assert [gpu["limit_gbps"] for gpu in report["gpus"]] == pytest.approx([63.0, 31.5, 31.5], abs=0.1)
+    assert [(gpu["index"], gpu["host_to_device_pinned_gbps"]) for gpu in report["gpus"]] == [(0, 40), (1, 41), (2, 20)]
+    assert {"name", "pci_id", "numa_node", "source", "width_max"} < set(report["gpus"][0])
+    *failed, slow, generation, lanes, also_slow = report["warnings"]
     assert len(failed) == 3 and "page-locked" in failed[0]
-    assert "GPU 0000:1b:00.0" in slow and "63%" in slow and "GPU 0000:1c:00.0" in lanes
+    assert "GPU 0000:1b:00.0" in slow and "63%" in slow and "generation 4 of 5" in generation
+    assert all("GPU 0000:1d:00.0" in line for line in (lanes, also_slow)) and "8 of 16" in lanes and "63%" in also_slow
     args.json = False
     assert command.main(args) == 0
     shown = capsys.readouterr()
     assert max(map(len, shown.out.splitlines())) <= 100
-    assert "host to all 2 GPUs at once" in shown.out and "3900" in shown.out
-    assert "PCI Express generation 5 of 5, 8 of 16 lanes, 31.5 GB/s" in shown.out
-    assert shown.err.count("warning: ") == 5
+    assert "host to all 3 GPUs at once" in shown.out and "3900" in shown.out
+    assert "GPU 2, 0000:1d:00.0 (NVIDIA H200), NUMA node ?:" in shown.out
+    assert "generation 5 of 5, 8 of 16 lanes, 31.5 GB/s; copies from host memory 20.0 GB/s" in shown.out
+    assert shown.err.count("warning: ") == 7
+
+
+@pytest.mark.parametrize(
+    "peers, reached, expected",
+    [
+        ((200.0, 180.0, 190.0), True, 180.0),
+        ((43.0, 300.0, 300.0), True, "link"),  # PCI Express, which the link's 40 GB/s cross, too
+        ((300.0, 300.0, 300.0), False, "link"),  # by way of host memory
+    ],
+)
+def test_the_rate_of_copies_between_gpus_in_a_profile(peers, reached, expected, monkeypatch, tmp_path):
+    gpus = PlayedGpus(monkeypatch, tmp_path, peers, reached)
+    report = measure_profile.make_report(gpus.devices, None)
+    found = {name: each["value"] for name, each in report["ceilings"].items()}
+    assert measure_profile.peers_gb_per_s(gpus.devices, found) == expected
+    assert measure_profile.peers_gb_per_s(gpus.devices[:1], found) is None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_links_and_copies_between_gpus():
+    devices = measure_profile.visible_devices()
+    report = measure_profile.make_report(devices, None)
+    found = {name: each["value"] for name, each in report["ceilings"].items()}
+    alone = [gpu["host_to_device_pinned_gbps"] for gpu in report["gpus"]]
+    assert 0.5 * max(alone) < found["all_devices_gbps"] < 1.1 * sum(alone)
+    assert 1 < found["peer_copy_gbps"] < 2000 and found.get("slowest_peer_copy_gbps", 1) < 2000
+    assert 0 < found["all_links_beside_cores_gbps"] < 1.1 * sum(alone) and found["cores_beside_all_links_gbps"] > 0
+    busy = bench_copies.BusyLinks(devices)
+    together = busy.begin().gb_per_s()
+    assert 0.5 * max(alone) < together < 1.1 * sum(alone)
+    rounds = bench_copies.host_to_device_rounds(devices, 0.2)
+    assert all(0.5 * max(alone) < rate < 1.1 * sum(alone) for rate in rounds[1:])
 
 
 def link(*options, launcher=(), **changes) -> subprocess.CompletedProcess:
@@ -176,7 +219,7 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     done = link("--json", "--disk", tmp_path, "--save", path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0 and "measuring this machine: about a minute" in done.stderr, done.stderr
     report = json.loads(done.stdout)
-    assert (report["device"], report["world_size"], report["gpus"]) == ("cpu", 1, [])
+    assert (report["device"], report["gpus"]) == ("cpu", [])
     ceilings = report["ceilings"]
     assert set(ceilings) == {
         "host_memory_copy_gbps",
@@ -192,7 +235,7 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
         if name == "disk_read_gbps" and each["value"] is None:  # a file system without O_DIRECT
             assert any("O_DIRECT" in line for line in report["warnings"])
             continue
-        assert each["value"] > 0 and each["all_ranks"] == pytest.approx(each["value"], abs=1e-6) and each["bounds"]
+        assert each["value"] > 0 and each["bounds"]
         assert each["unit"] == ("TFLOP/s" if name.endswith("tflops") else "GB/s")
     assert report["host"]["memory_available_bytes"] <= report["host"]["memory_bytes"]
     assert list(tmp_path.iterdir()) == []
@@ -218,52 +261,6 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert restoring == {("deepspeed", 8), ("deepspeed", 4)}
     assert saved.versions["torch"] == importlib.metadata.version("torch")
     assert 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_at_once_and_the_first_prints_the_sum(copy_python):
-    copy_python(AS_USERS)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    done = link("--json", launcher=launcher, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)  # one object, so one rank printed
-    assert report["world_size"] == 2 and len(report["numa_nodes_of_ranks"]) == 2
-    assert all(each["all_ranks"] > each["value"] > 0 for each in report["ceilings"].values())
-    assert len(set(report["warnings"])) == len(report["warnings"])
-
-
-LINK = """
-import sys
-sys.path.insert(0, {root!r})
-from zero_inference.__main__ import program
-sys.argv[1:1] = ["link"]
-program()
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_other(fork_server, tmp_path):
-    program, port = tmp_path / "link.py", free_port()
-    program.write_text(LINK.format(root=str(ROOT)))
-    files = [(tmp_path / f"{rank}.out", tmp_path / f"{rank}.err") for rank in range(2)]
-    ranks = [
-        start_python(
-            fork_server(PROGRAM), [program], ROOT, *files[rank], without_gpus() | rank_variables(rank, 2, port)
-        )
-        for rank in range(2)
-    ]
-    try:
-        store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
-        store.wait([store_key(1)], timedelta(seconds=60))  # one that never said that it lives is waited for longer
-        ranks[1].kill()
-        code = ranks[0].wait(timeout=120)  # 6 s, and half a minute beside other work
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    errors = files[0][1].read_text()
-    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert code == 1 and ("another rank ended" in line or "has said nothing" in line), errors
 
 
 def engines_of(monkeypatch, code: str) -> tuple[dict, list[str]]:
@@ -313,13 +310,19 @@ time.sleep(60)
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "ranks, path, words", [(2, "box.json", "without a launcher"), (1, "no/box.json", "cannot be written")]
-)
-def test_what_cannot_be_saved_is_known_before_the_measuring(ranks, path, words, monkeypatch, tmp_path, capfd):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert console_main(["zero-inference", "link", "--save", str(tmp_path / path)]) == 2
-    assert words in capfd.readouterr().err
+def test_a_file_that_cannot_be_saved_is_known_before_the_measuring(tmp_path, capfd):
+    assert console_main(["zero-inference", "link", "--save", str(tmp_path / "no" / "box.json")]) == 2
+    assert "cannot be written" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("options", [(), ("--local_rank=0", "--save", "box.json")])  # torchrun's, deepspeed's
+def test_one_process_measures_all_gpus(options, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert console_main(["zero-inference", "link", *options]) == 2
+    said = (
+        "error: zero-inference link measures all GPUs in one process, and 2 were started: start it without a launcher."
+    )
+    assert said in capfd.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_refused_without_torch(tmp_path):

@@ -43,7 +43,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: calls.append((name, device)))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[device].pop(0))
     monkeypatch.setattr(
-        session, "host_to_device_rounds", lambda devices, *_: calls.append(("copies", CUDA)) or [110.0] * 3
+        session, "host_to_device_rounds", lambda devices, *_: calls.append(("copies", devices)) or [110.0] * 3
     )
     return types.SimpleNamespace(calls=calls, peaks=peaks)
 

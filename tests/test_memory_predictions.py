@@ -16,8 +16,8 @@ from zero_inference.utils.environment import describe_environment, rate_versions
 MEASURE = """
 import json, sys
 from zero_inference.hardware.measure_profile import measure_basics
-from zero_inference.utils.ranks import detect_ranks
-launch_bench, found = measure_basics(detect_ranks(), lambda line: None)
+import torch
+launch_bench, found = measure_basics(torch.device("cpu"), lambda line: None)
 engine_overheads = [each.model_dump() for each in found["engine_overheads"]]
 memory = found["process_bytes"], found["measuring_bytes"], found["library_bytes"]
 print(json.dumps([launch_bench.result().model_dump(), *memory, engine_overheads]))

@@ -53,8 +53,9 @@ def test_copies_at_once_count_the_bytes_of_all(monkeypatch, tick_s):
     assert len(copied) == 2 * (1 + 3), "a first round and three that count"
     assert len({(target, source) for target, source, *_ in copied}) == len({target for target, *_ in copied}) == 2
     assert all(size == 1 << 20 and equal for *_, size, equal in copied)
-    assert bench_copies.host_to_device_rounds(CPU, seconds=0) == pytest.approx([one] * 3)
-    assert len(bench_copies.host_to_device_rounds(CPU, seconds=99 * tick_s)) > 20, "as long as was asked"
+    assert bench_copies.host_to_device_rounds([CPU], seconds=0) == pytest.approx([one] * 3)
+    assert bench_copies.host_to_device_rounds([CPU, CPU], seconds=0) == pytest.approx([2 * one] * 3)
+    assert len(bench_copies.host_to_device_rounds([CPU], seconds=99 * tick_s)) > 20, "as long as was asked"
 
 
 def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, tick_s):
@@ -67,7 +68,7 @@ def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, t
     assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)]
     again = next(blocks)
     assert torch.equal(again, seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), "around again, where they lie"
-    rates = bench_copies.host_to_device_rounds(CPU, 0, bench_copies.blocks_of(layers[1:], CPU))
+    rates = bench_copies.host_to_device_rounds([CPU], 0, bench_copies.blocks_of(layers[1:], CPU))
     # the bytes that were copied, after a first round of 1000
     assert [rate * tick_s * 1e9 for rate in rates] == pytest.approx([1000, 400, 1000])
     assert bench_copies.blocks_of(layers[2:3], CPU) is None and bench_copies.blocks_of([], CPU) is None
@@ -112,6 +113,9 @@ class Clocks:
             def record(self, stream):
                 self.at_s = max(stream.done_s, clocks.now_s)
 
+            def query(self):
+                return clocks.now_s >= self.at_s
+
             def elapsed_time(self, later):
                 return (later.at_s - self.at_s) * 1e3
 
@@ -131,8 +135,35 @@ class Clocks:
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(torch, "full", Memory)
+        empty = torch.empty
+        monkeypatch.setattr(
+            torch,
+            "empty",
+            lambda size, dtype, device="cpu": (
+                empty(size, dtype=dtype) if device == "cpu" else Memory((size,), 0, dtype, device)
+            ),
+        )
         monkeypatch.setattr(bench_copies, "host_empty", lambda shape, dtype, pinned: torch.empty(shape, dtype=dtype))
         monkeypatch.setattr(bench_copies, "BLOCK_BYTES", self.BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("links, expected", [([55.0], 55.0), ([55.0, 55.0], 110.0), ([55.0, 20.0, 30.0], 60.0)])
+def test_busy_links_copy_at_the_same_time(links, expected, monkeypatch):
+    """The slowest one ends the round, and the CPU is measured until the first one ends."""
+    clocks = Clocks(monkeypatch, links)
+    devices = [torch.device("cuda", index) for index in range(len(links))]
+    busy = bench_copies.BusyLinks(devices, torch.zeros(bench_copies.SOURCES * clocks.BLOCK_BYTES, dtype=torch.uint8))
+    assert len(clocks.streams) == len(links)
+    copying = busy.begin(copies=5)
+    copied_s = [5 * clocks.BLOCK_BYTES / rate / 1e9 for rate in links]
+    assert copying.all_busy()
+    clocks.now_s = clocks.START_S + 0.99 * min(copied_s)
+    assert copying.all_busy()
+    clocks.now_s = clocks.START_S + 1.01 * min(copied_s)
+    assert not copying.all_busy()
+    # all began on idle links
+    assert copying.gb_per_s() == pytest.approx(expected * max(copied_s) / (clocks.START_S + max(copied_s)))
+    assert clocks.now_s >= max(stream.done_s for stream in clocks.streams), "all have ended"
 
 
 @pytest.mark.parametrize("links, expected", [([55.0], 55.0), ([55.0, 20.0], 40.0)])

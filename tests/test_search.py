@@ -315,7 +315,7 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path)
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))
     monkeypatch.setattr(
         "zero_inference.hardware.measure_profile.measure_this_machine",
-        lambda ranks, disk, say: ({"warnings": ["no link"]}, MACHINE),
+        lambda disk, say: ({"warnings": ["no link"]}, MACHINE),
     )
     lines: list[str] = []
     measure_profile.measure_and_cache(lines.append)

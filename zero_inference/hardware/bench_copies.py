@@ -1,4 +1,4 @@
-"""Measure copies between host and device and reads from disk, and keep a link busy while the CPU is measured.
+"""Measure copies between host and device and reads from disk, and keep links busy while the CPU is measured.
 
 Rates are GB/s (1e9) of bytes copied, counted once; medians of rounds. On CUDA a round copies 2 GiB in blocks of up to 256 MiB, and each
 copy is enqueued before the previous one ends, as by a prefetcher; rounds that begin on an idle link give less
@@ -87,11 +87,17 @@ def copy_gb_per_s(*lanes: Lane, seconds: float = 0.5) -> float:
     return statistics.median(_rounds(lanes, seconds))
 
 
+def lane_between(source: torch.device, target: torch.device) -> Lane:
+    """Return copies from one GPU's memory to another's."""
+    return Lane(_device_block(target), itertools.repeat(_device_block(source)), source)
+
+
 def host_to_device_rounds(
-    device: torch.device, seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
+    devices: Sequence[torch.device], seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
 ) -> list[float]:
-    """Return GB/s of three or more rounds of copies from page-locked memory to `device`; arguments and errors as of `lane_to`."""
-    return _rounds([lane_to(device, sources=sources)], seconds)
+    """Return GB/s, summed, of three or more rounds of copies from page-locked memory to all `devices` at once, the same bytes to each; the
+    slowest link ends a round. `sources` (`blocks_of`) go to the devices in turn; errors as of `lane_to`."""
+    return _rounds([lane_to(device, sources=sources) for device in devices], seconds)
 
 
 def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
@@ -172,30 +178,52 @@ RANDOM_BYTES = 16 << 20  # drawn once and copied
 SOURCES, COPIES = 4, 8  # blocks of host memory, and copies of a round: 39 ms at 55 GB/s
 
 
-class BusyLink:
-    """Page-locked copies to a CUDA device, on a stream of their own."""
+class CopyRound(NamedTuple):
+    """Enqueued copies of a `BusyLinks`, with the events before and after those of each link."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.source = host_empty((SOURCES * BLOCK_BYTES,), torch.uint8, pinned=True)
-        self.source.copy_(random_bytes(self.source.numel()))
-        self.target = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
-        self.stream = torch.cuda.Stream(device)
+    starts: list[torch.cuda.Event]
+    ends: list[torch.cuda.Event]
+    link_bytes: int  # over each link
 
-    def begin(self, copies: int = COPIES) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Enqueue a round, and return the events before and after it."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self.stream):
-            start.record()
-            for block in itertools.islice(itertools.cycle(self.source.split(BLOCK_BYTES)), copies):
-                self.target.copy_(block, non_blocking=True)
-            end.record()
-        return start, end
+    def all_busy(self) -> bool:
+        """Return whether no link has ended."""
+        return not any(end.query() for end in self.ends)
 
-    def rate(self, start: torch.cuda.Event, end: torch.cuda.Event, copies: int = COPIES) -> float:
-        """Wait for a round, and return its GB/s."""
-        end.synchronize()
-        return copies * BLOCK_BYTES / start.elapsed_time(end) / 1e6
+    def wait(self) -> None:
+        for end in self.ends:
+            end.synchronize()
+
+    def gb_per_s(self) -> float:
+        """Wait for the copies, and return the GB/s of all links together; the slowest one ends the round."""
+        self.wait()
+        slowest_ms = max(start.elapsed_time(end) for start, end in zip(self.starts, self.ends))
+        return len(self.ends) * self.link_bytes / slowest_ms / 1e6
+
+
+class BusyLinks:
+    """Page-locked copies to one or several CUDA devices at once, on streams of their own; `source` may be that of another one."""
+
+    def __init__(self, devices: Sequence[torch.device], source: torch.Tensor | None = None):
+        if source is None:
+            source = host_empty((SOURCES * BLOCK_BYTES,), torch.uint8, pinned=True)
+            source.copy_(random_bytes(source.numel()))
+        self.devices, self.source = devices, source
+        self.targets = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device) for device in devices]
+        self.streams = [torch.cuda.Stream(device) for device in devices]
+
+    def begin(self, copies: int = COPIES) -> CopyRound:
+        """Enqueue so many copies of `BLOCK_BYTES` to each device."""
+        blocks = self.source.split(BLOCK_BYTES)
+        starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in self.streams] for _ in range(2))
+        for start, stream in zip(starts, self.streams):
+            start.record(stream)
+        for number in range(copies):  # alternating, so that all links start at once
+            for index, (target, stream) in enumerate(zip(self.targets, self.streams)):
+                with torch.cuda.stream(stream):  # each link reads another block
+                    target.copy_(blocks[(number + index) % SOURCES], non_blocking=True)
+        for end, stream in zip(ends, self.streams):
+            end.record(stream)
+        return CopyRound(starts, ends, copies * BLOCK_BYTES)
 
 
 def random_bytes(count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measure the CPU backend while the link is busy and while it is idle: products, reads, attention and hand-offs.
+"""Measure the CPU backend while links are busy and while they are idle: products, reads, attention and hand-offs.
 
 Weights, keys and values are stored as runs store them, in more memory than the caches hold.
 """
@@ -36,7 +36,7 @@ from zero_inference.cpu.pool import (
 )
 from zero_inference.cpu.products import Matrix
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.bench_copies import COPIES, BusyLink, random_bytes, uncached_block_bytes
+from zero_inference.hardware.bench_copies import COPIES, BusyLinks, random_bytes, uncached_block_bytes
 from zero_inference.hardware.bench_device import device_copy_gb_per_s
 from zero_inference.hardware.profile import (
     ATTENTION_HEAD_DIM,
@@ -46,13 +46,13 @@ from zero_inference.hardware.profile import (
     CpuProductRate,
     CpuProfile,
     CpuWorkload,
+    Gpu,
     HardwareProfile,
     WeightFormat,
     concurrent_rates,
 )
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.format import first_line
-from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import Transfers
 
 StoredFormat = tuple[torch.dtype, GroupQuantization | None]  # the second None for plain weights
@@ -65,6 +65,8 @@ FORMATS: dict[WeightFormat, StoredFormat] = {
 }
 # A profile has these formats (float32 is not for GPUs), tokens of a pass, columns of weights, query heads per key head.
 MEASURED_FORMATS: tuple[WeightFormat, ...] = ("bfloat16", "float16", "int8", "int4")
+# These also while the links of all GPUs are busy, in one round of each visit.
+ALL_LINKS_FORMATS: tuple[WeightFormat, ...] = ("bfloat16", "int8", "int4")
 ATTENTION_FORMATS: tuple[WeightFormat, ...] = ("bfloat16", "float16")
 ROWS, COLUMNS, ATTENTION_HEADS = (1, 8, 32), 8192, (1, 4, 8)
 # All formats and rows are visited VISITS times and the median counts, because a shared host changes from second to second: measured in one
@@ -87,16 +89,15 @@ LAYER_SHAPE = BLOCKS, SEQUENCES, KEY_HEADS, BLOCK_POSITIONS, ATTENTION_HEAD_DIM 
 RANDOM_NUMBERS = 1 << 20  # drawn once and copied
 
 
-def cpus_of_host(ranks: Ranks, threads: int | None = None) -> tuple[int, ...]:
-    """Return a CPU for each thread of the pool that all ranks of this host share; -1 (unbound) without a GPU. Raises UsageError: `threads`
-    (--cpu-threads; None chooses) is more than the usable CPUs."""
-    if ranks.device.type != "cuda":
+def cpus_of_host(devices: Sequence[torch.device], threads: int | None = None) -> tuple[int, ...]:
+    """Return a CPU for each thread of the pool that serves `devices`; -1 (unbound) without a GPU, since PyTorch's threads need the CPUs,
+    too. Raises UsageError: `threads` (--cpu-threads; None chooses) is more than the usable CPUs."""
+    if devices[0].type != "cuda":
         usable = len(os.sched_getaffinity(0))
         if threads is not None and threads > usable:
             raise UsageError(f"--cpu-threads {threads}: this process may use {usable} cores; use {usable} or fewer.")
-        return (-1,) * (threads or min(usable, ranks.local_world_size * torch.get_num_threads()))
-    nodes = [_numa_node_of(torch.device("cuda", local_rank)) for local_rank in range(ranks.local_world_size)]
-    return tuple(choose_cpus(threads, nodes))
+        return (-1,) * (threads or min(usable, torch.get_num_threads()))
+    return tuple(choose_cpus(threads, [_numa_node_of(device) for device in devices]))
 
 
 def _numa_node_of(device: torch.device) -> int | None:
@@ -242,16 +243,16 @@ class CpuCalls:
             count += 1
         return count * self.nbytes / spent_s / 1e9
 
-    def beside(self, link: BusyLink, copies: int = COPIES) -> tuple[float, float]:
-        """Return GB/s of a round of copies, and the seconds of a call while they run."""
+    def beside(self, links: BusyLinks, copies: int = COPIES) -> tuple[float, float]:
+        """Return GB/s of a round of copies over all `links`, and the seconds of a call while they run."""
         self.one()
-        events = link.begin(copies)
+        copying = links.begin(copies)
         start, count = time.perf_counter(), 0
-        while not events[1].query():
+        while copying.all_busy():
             self.one()
             count += 1
         spent_s = time.perf_counter() - start
-        return link.rate(*events, copies), spent_s / max(1, count)
+        return copying.gb_per_s(), spent_s / max(1, count)
 
 
 def product_calls(
@@ -299,22 +300,38 @@ def _fill_normal(memory: torch.Tensor) -> None:
 
 
 class CpuBench:
-    """A thread pool and a busy link, for inputs of up to [rows, columns]. Raises RunError without host memory."""
+    """A thread pool and the busy links of `devices`, for inputs of up to [rows, columns]; hand-offs are with the first device.
 
-    def __init__(self, device: torch.device, cpus: tuple[int, ...], rows: int, columns: int):
-        self.device, self.cpus, self.columns = device, cpus, columns
+    Args:
+        more_devices: if given, `ALL_LINKS_FORMATS` are also measured while the links of all of these are busy.
+
+    Raises:
+        RunError: there is too little host memory.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        cpus: tuple[int, ...],
+        rows: int,
+        columns: int,
+        more_devices: Sequence[torch.device] = (),
+    ):
+        self.device, self.cpus, self.columns = devices[0], cpus, columns
         nbytes = rows * columns * torch.float32.itemsize
         flags, buffers = allocate_buffers(nbytes, nbytes, pinned=True)
         self.pool = CpuPool(cpus, SPIN_US, flags)
         try:
-            self.link = BusyLink(device)
-            self.hand_off = HandOff(self.pool, [Lane(StreamSide(device), buffers[0])], Transfers())
+            self.links = BusyLinks(devices)
+            self.more_links = BusyLinks(more_devices, self.links.source) if more_devices else None
+            self.hand_off = HandOff(self.pool, [Lane(StreamSide(self.device), buffers[0])], Transfers())
         except BaseException:
             self.pool.close()
             raise
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
+        for device in {*self.links.devices, *(self.more_links.devices if self.more_links else ())}:
+            torch.cuda.synchronize(device)
         self.pool.close()
         torch.cuda.empty_cache()  # the plan asks for free memory
 
@@ -327,17 +344,23 @@ class CpuBench:
     ) -> CpuProfile:
         """Measure products of all `formats` and rows in each of `VISITS` visits, and CPU attention over keys and values of a format with
         a number of query heads per key head. `say` reports attention that has no memory."""
-        samples: dict[tuple[WeightFormat, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        hand_offs: dict[int, list[float]] = defaultdict(list)
+        samples: dict[tuple[WeightFormat, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        hand_offs: dict[tuple[int, int], list[float]] = defaultdict(list)
         products = products_of_formats(self.pool, formats, self.columns)
+        gpus = len(self.links.devices)
         first = next(iter(products.values()))
         reads = []
         for _ in range(VISITS):
             reads.append(self.read_gb_per_s(first.memory))
             for rows in all_rows:
-                hand_offs[rows].append(self.hand_off_s(first.dtype, rows))
+                hand_offs[rows, gpus].append(self.hand_off_s(first.dtype, rows, self.links))
                 for name, each in products.items():
-                    self.visit(each, rows, samples[name, rows])
+                    self.visit(each, rows, samples[name, rows, gpus])
+                if self.more_links is not None:
+                    more_gpus = len(self.more_links.devices)
+                    hand_offs[rows, more_gpus].append(self.hand_off_s(first.dtype, rows, self.more_links))
+                    for name in ALL_LINKS_FORMATS:
+                        self.visit_beside(self.more_links, products[name], rows, samples[name, rows, more_gpus])
         del products, first, each  # their memory, before attention takes its own
         attended = []
         try:
@@ -353,39 +376,43 @@ class CpuBench:
                 CpuProductRate(
                     format=name,
                     rows=rows,
-                    hand_off_s=statistics.median(hand_offs[rows]),
-                    **median_rates(samples[name, rows]),
+                    gpus=count,
+                    hand_off_s=statistics.median(hand_offs[rows, count]),
+                    # what a CPU does without links is not measured again beside more of them
+                    **median_rates(samples[name, rows, gpus] | samples[name, rows, count]),
                 )
+                for count in sorted({count for _, _, count in samples})
                 for name in formats
                 for rows in all_rows
+                if (name, rows, count) in samples
             ),
             attention=tuple(attended),
         )
 
     def read_gb_per_s(self, memory: torch.Tensor) -> float:
-        rounds = [self.link.begin() for _ in range(READ_ROUNDS)]
+        rounds = [self.links.begin() for _ in range(READ_ROUNDS)]
         rate = measure_read_gb_per_s(self.cpus, READ_S, memory)
-        rounds[-1][1].synchronize()
+        rounds[-1].wait()
         return rate
 
-    def hand_off_s(self, dtype: torch.dtype, rows: int) -> float:
-        """Return the time of a hand-off with `rows` rows while the link is busy.
+    def hand_off_s(self, dtype: torch.dtype, rows: int, links: BusyLinks) -> float:
+        """Return the time of a hand-off with `rows` rows while `links` are busy.
 
         Hand-offs begin after half of the copies, when Python has enqueued all of them, so that its time does not count.
         """
         task, weights = narrow_feed_forward(self.pool, dtype, self.columns)
         self.pool.reserve(task, rows)
-        x = torch.zeros(rows, self.columns, dtype=dtype, device=self.link.device)
+        x = torch.zeros(rows, self.columns, dtype=dtype, device=self.device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        copies = [self.link.begin() for _ in range(HAND_OFF_COPIES)]
-        torch.cuda.current_stream(self.link.device).wait_event(copies[HAND_OFF_COPIES // 2 - 1][1])
+        copies = [links.begin() for _ in range(HAND_OFF_COPIES)]
+        torch.cuda.current_stream(self.device).wait_event(copies[HAND_OFF_COPIES // 2 - 1].ends[0])
         (x,) = self.hand_off(task, x)  # worker threads wake up
         start.record()
         for _ in range(HAND_OFFS):
             (x,) = self.hand_off(task, x)
         end.record()
         end.synchronize()
-        copies[-1][1].synchronize()
+        copies[-1].wait()
         del weights  # no task reads them any more
         return start.elapsed_time(end) / 1e3 / HAND_OFFS
 
@@ -393,13 +420,20 @@ class CpuBench:
         """Append to `samples` rates of `products` with `rows` rows, by the fields of `CpuProductRate`."""
         calls = products.calls(rows)
         samples["cores_alone_gb_per_s"].append(calls.gb_per_s_alone(ALONE_S))
-        links, times_s = zip(*(calls.beside(self.link) for _ in range(VISIT_ROUNDS)))
-        cores = [calls.nbytes / call_s / 1e9 for call_s in times_s]
-        samples["link_gb_per_s"] += links
-        samples["cores_gb_per_s"] += cores
+        cores = [self.visit_beside(self.links, products, rows, samples) for _ in range(VISIT_ROUNDS)]
         call_s, expert_s = self.call_and_expert_s(products, rows, statistics.fmean(cores))
         samples["call_s"].append(call_s)
         samples["expert_s"].append(expert_s)
+
+    def visit_beside(
+        self, links: BusyLinks, products: CpuProducts, rows: int, samples: dict[str, list[float]]
+    ) -> float:
+        """Append to `samples` the rates of `links` and of the CPU beside them, and return the latter, GB/s."""
+        calls = products.calls(rows)
+        link_gb_per_s, call_s = calls.beside(links)
+        samples["link_gb_per_s"].append(link_gb_per_s)
+        samples["cores_gb_per_s"].append(calls.nbytes / call_s / 1e9)
+        return samples["cores_gb_per_s"][-1]
 
     def call_and_expert_s(self, products: CpuProducts, rows: int, cores_gb_per_s: float) -> tuple[float, float]:
         """Return (call_s, expert_s): what a call takes beyond a call of hardly any width and its bytes at a constant rate, and beyond that
@@ -411,7 +445,9 @@ class CpuBench:
         task, weights = narrow_feed_forward(self.pool, products.dtype, self.columns)
         narrow = product_calls(self.pool, [task], weights, products.dtype, rows)
         short, long, experts = products.calls(rows, short=True), products.calls(rows), products.expert_calls(rows)
-        narrow_s, short_s, experts_s = (each.beside(self.link, OVERHEAD_COPIES)[1] for each in (narrow, short, experts))
+        narrow_s, short_s, experts_s = (
+            each.beside(self.links, OVERHEAD_COPIES)[1] for each in (narrow, short, experts)
+        )
         if long.nbytes <= short.nbytes:  # rows of the weight are so long that both have `WIDTH_STEP` of them
             return 0.0, 0.0
         byte_s = (long.nbytes / (cores_gb_per_s * 1e9) - short_s) / (long.nbytes - short.nbytes)
@@ -428,7 +464,7 @@ class CpuBench:
         """Measure CPU attention with `heads` query heads per key head, in a third of a second."""
         calls = attention_calls(self.pool, FORMATS[name][0], heads, self.key_values)
         alone = calls.gb_per_s_alone(ATTENTION_ALONE_S)
-        beside_s = statistics.median(calls.beside(self.link)[1] for _ in range(ATTENTION_ROUNDS))
+        beside_s = statistics.median(calls.beside(self.links)[1] for _ in range(ATTENTION_ROUNDS))
         beside = calls.nbytes / beside_s / 1e9
         # faster than alone: other programs used the host meanwhile
         return CpuAttentionRate(format=name, heads=heads, gb_per_s=min(alone, beside), alone_gb_per_s=alone)
@@ -443,30 +479,38 @@ def median_rates(samples: dict[str, list[float]]) -> dict[str, Any]:
 
 
 @functools.cache  # plans ask for every candidate
-def measure_concurrent_rates(device: torch.device, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about two seconds. Raises RunError, torch.OutOfMemoryError: no memory."""
+def measure_concurrent_rates(
+    devices: tuple[torch.device, ...], cpus: tuple[int, ...], work: CpuWorkload
+) -> ConcurrentRates:
+    """Measure on the CUDA devices `devices` and the CPUs `cpus`, in about two seconds. Raises RunError, torch.OutOfMemoryError: no
+    memory."""
     weights = {cast(WeightFormat, work.weight_format): (work.dtype, work.scheme)}
     attention = [(cast(WeightFormat, work.kv_format), work.heads)] if work.heads else []
-    with contextlib.closing(CpuBench(device, cpus, work.rows, work.columns)) as bench:
+    with contextlib.closing(CpuBench(devices, cpus, work.rows, work.columns)) as bench:
         # without memory for attention the plan takes the rate of reads
         cores = bench.profile(weights, (work.rows,), attention, say=lambda line: None)
+        links_gb_per_s = statistics.median(bench.links.begin().gb_per_s() for _ in range(LINK_ROUNDS))
         measured = HardwareProfile(
             source="measured",
             name="the part that `work` needs",
-            gpus=(),
+            gpus=tuple(Gpu(name="", memory_bytes=0, free_bytes=0) for _ in devices),
             host_memory_bytes=0,
-            link_gb_per_s=statistics.median(bench.link.rate(*bench.link.begin()) for _ in range(LINK_ROUNDS)),
-            device_gb_per_s=device_copy_gb_per_s(device, DEVICE_S),
+            link_gb_per_s=links_gb_per_s / len(devices),
+            all_links_gb_per_s=links_gb_per_s,
+            device_gb_per_s=device_copy_gb_per_s(devices[0], DEVICE_S),
             cores=cores,
         )
-    rates = concurrent_rates(measured, work)
+    rates = concurrent_rates(measured, work, len(devices))
     assert isinstance(rates, ConcurrentRates), rates
     return rates
 
 
-def measure_cpu_profile(device: torch.device, cpus: tuple[int, ...], say: Callable[[str], None]) -> CpuProfile:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about fifteen seconds. `say` reports attention that has no memory. Raises
-    RunError, torch.OutOfMemoryError: no memory."""
+def measure_cpu_profile(
+    devices: Sequence[torch.device], cpus: tuple[int, ...], say: Callable[[str], None]
+) -> CpuProfile:
+    """Measure on the CUDA devices `devices` and the CPUs `cpus`, in about fifteen seconds, and five more for several devices. `say` reports
+    attention that has no memory. Raises RunError, torch.OutOfMemoryError: no memory."""
     attention = [(name, heads) for name in ATTENTION_FORMATS for heads in ATTENTION_HEADS]
-    with contextlib.closing(CpuBench(device, cpus, max(ROWS), COLUMNS)) as bench:
+    more_devices = devices if len(devices) > 1 else ()
+    with contextlib.closing(CpuBench(devices[:1], cpus, max(ROWS), COLUMNS, more_devices)) as bench:
         return bench.profile({name: FORMATS[name] for name in MEASURED_FORMATS}, ROWS, attention, say)

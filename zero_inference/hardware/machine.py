@@ -97,10 +97,11 @@ class Machine:
             return self.other.cores.instructions if self.other.cores else ""
         return best_instructions()
 
-    def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
-        """Return a CPU for each worker thread, -1 for an unbound one. Raises UsageError if `threads` (--cpu-threads) are too many."""
+    def cpus(self, devices: Sequence[torch.device], threads: int | None) -> tuple[int, ...]:
+        """Return a CPU for each worker thread of a process that drives `devices`, -1 for an unbound one. Raises UsageError if `threads`
+        (--cpu-threads) are too many."""
         if self.other is None:
-            return cpus_of_host(ranks, threads)
+            return cpus_of_host(devices, threads)
         cpu = self.other.cores
         if cpu and cpu.instructions and threads not in (None, cpu.threads):  # an assumed CPU has no instructions
             raise UsageError(
@@ -108,22 +109,23 @@ class Machine:
             )
         return (-1,) * (threads or (cpu.threads if cpu else 1))
 
-    def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
-        """Return the rates of CPU and link while both are busy, or words on why they are unknown."""
-        if self.other is None and ranks.device.type != "cuda":
-            return "there is no GPU"
-        if ranks.world_size > 1:
-            return "its rate beside several GPUs is not known"
+    def concurrent_rates(
+        self, devices: Sequence[torch.device], cpus: tuple[int, ...], work: CpuWorkload
+    ) -> ConcurrentRates | str:
+        """Return the rates of the CPU and the links of `devices` while all are busy, or words on why they are unknown."""
         if self.other:
-            return concurrent_rates(self.other, work)
+            return concurrent_rates(self.other, work, len(devices))
+        if devices[0].type != "cuda":
+            return "there is no GPU"
         profile = self.profile()
         usual_groups = work.scheme is None or work.scheme.group_size == GROUP_SIZES[work.scheme.bits]
         if profile is not None and usual_groups and profile.cores is not None and profile.cores.threads == len(cpus):
-            known = concurrent_rates(profile, work)
-            if isinstance(known, ConcurrentRates):
+            known = concurrent_rates(profile, work, len(devices))
+            measured = profile.cores.most_links(work.weight_format) >= len(devices)  # else assumed
+            if measured and isinstance(known, ConcurrentRates):
                 return known
         try:
-            return measure_concurrent_rates(ranks.device, cpus, work)
+            return measure_concurrent_rates(tuple(devices), cpus, work)
         except (RunError, torch.OutOfMemoryError):  # it takes 1 to 2 GB, which weights may need
             return "there was too little memory to measure its rate"
 

@@ -1,6 +1,6 @@
 """Measure this machine: the rooflines that `zero-inference link` reports, with facts about links and host, and its hardware profile.
 
-Names of rooflines are keys of the JSON.
+One process measures all visible GPUs. Names of rooflines are keys of the JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -29,7 +29,15 @@ from zero_inference.cpu.library import load_library, why_unavailable
 from zero_inference.cpu.pool import numa_node_of_gpu
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import bench_copies, bench_cpu, bench_device
-from zero_inference.hardware.bench_copies import BusyLink, Lane, copy_gb_per_s, lane_from, lane_to, uncached_block_bytes
+from zero_inference.hardware.bench_copies import (
+    BusyLinks,
+    Lane,
+    copy_gb_per_s,
+    lane_between,
+    lane_from,
+    lane_to,
+    uncached_block_bytes,
+)
 from zero_inference.hardware.bench_cpu import FORMATS, ROWS, cpus_of_host, measure_cpu_profile
 from zero_inference.hardware.bench_device import LaunchBench, measure_loading, product_times
 from zero_inference.hardware.profile import (
@@ -67,7 +75,6 @@ from zero_inference.utils.format import (
 )
 from zero_inference.utils.processes import isolated_module, process_group
 from zero_inference.utils.progress import current_progress
-from zero_inference.utils.ranks import Ranks, detect_ranks
 
 EXPECTED_SHARE = 0.8  # of a link's rate; packet headers take the rest (an H200 has 55.5 of 63.0 GB/s)
 SMI_FIELDS = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
@@ -81,6 +88,15 @@ ENGINES_TIMEOUT_S = 600  # of what takes 30 s unless kernels are compiled
 
 T = TypeVar("T")
 Say = Callable[[str], None]  # takes warnings
+
+
+NVLINK_RATIO = 1.1  # copies between GPUs that are at most so much faster than the link are taken to cross it
+
+
+def visible_devices() -> tuple[torch.device, ...]:
+    """Return all GPUs that this process can use, or the CPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(torch.device("cuda", index) for index in range(count)) or (torch.device("cpu"),)
 
 
 @dataclass(frozen=True)
@@ -201,9 +217,9 @@ class Roofline:
     measure: Callable[[], float]  # returns it or raises RunError
 
 
-def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
-    """Return the rooflines of the link (without a GPU: host memory), the CPU, the device and `disk`."""
-    device, on_gpu = ranks.device, ranks.device.type == "cuda"
+def rooflines(devices: Sequence[torch.device], disk: Path | None) -> list[Roofline]:
+    """Return the rooflines of the links (without a GPU: host memory), the CPU, the first device and `disk`."""
+    device, on_gpu = devices[0], devices[0].type == "cuda"
     decode = "decode with weights in host memory"
     found: list[Roofline] = []
 
@@ -219,15 +235,18 @@ def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
         add("host_to_device_pageable_gbps", "host to GPU, pageable", "the same with --pin-memory 0", copies, pageable)
         add("device_to_host_pinned_gbps", "GPU to host, page-locked", "KV cache with --kv-offload", copies, lane_from)
         add("both_directions_gbps", "both ways at once, summed", "weights and KV cache", copies, lane_to, lane_from)
-        devices = _visible_devices(ranks)
         if len(devices) > 1:
-            what = f"host to all {len(devices)} GPUs at once, summed"
-            add("all_devices_gbps", what, "decode of several ranks", lambda: copy_gb_per_s(*map(lane_to, devices)))
+            what, bounds = f"host to all {len(devices)} GPUs at once, summed", f"{decode}, all GPUs"
+            add("all_devices_gbps", what, bounds, lambda: copy_gb_per_s(*map(lane_to, devices)))
+            add("peer_copy_gbps", "GPU 0 to GPU 1", "hidden states between layers", _peer_copy_gb_per_s, devices[:2])
+        if len(devices) > 2:
+            what = "each GPU to the next, one at a time, the slowest"
+            add("slowest_peer_copy_gbps", what, "the same", lambda: min(map(_peer_copy_gb_per_s, _neighbors(devices))))
     else:
         add("host_memory_copy_gbps", "host memory copy", decode, copies, lane_to)
         add("host_memory_two_copies_gbps", "two copies at once, summed", "KV cache", copies, lane_to, lane_from)
     if load_library() is not None:
-        cpus = cpus_of_host(ranks)
+        cpus = cpus_of_host(devices)
         cores = f"{len(cpus)} cores"
         read = f"host memory read by {cores}"
         add("cores_read_gbps", read, "what the CPU can multiply", bench_cpu.measure_read_gb_per_s, cpus)
@@ -237,11 +256,19 @@ def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
             add(f"cores_{name}_{rows}_rows_gbps", what, bounds, lambda *key: products()[key], name, rows)
         if on_gpu and extension.load_extension():  # it has the kernels of the hand-off
             work = CpuWorkload(torch.bfloat16, None, rows=1, columns=bench_cpu.COLUMNS)
-            beside = functools.partial(bench_cpu.measure_concurrent_rates, device, cpus, work)
-            what = f"bfloat16 x 1 tokens, {cores}, link busy"
-            add("cores_beside_link_gbps", what, decode, lambda: beside().cores_gb_per_s)
+
+            def beside(rate: str, busy: Sequence[torch.device]) -> float:
+                return getattr(bench_cpu.measure_concurrent_rates(tuple(busy), cpus, work), rate)
+
+            busy, what = devices[:1], f"bfloat16 x 1 tokens, {cores}, link busy"
+            add("cores_beside_link_gbps", what, decode, beside, "cores_gb_per_s", busy)
             what = "host to GPU, while the cores multiply"
-            add("link_beside_cores_gbps", what, decode, lambda: beside().link_gb_per_s)
+            add("link_beside_cores_gbps", what, decode, beside, "link_gb_per_s", busy)
+            if len(devices) > 1:
+                bounds, what = f"{decode}, all GPUs", f"bfloat16 x 1 tokens, {cores}, all links busy"
+                add("cores_beside_all_links_gbps", what, bounds, beside, "cores_gb_per_s", devices)
+                what = f"host to all {len(devices)} GPUs, while the cores multiply"
+                add("all_links_beside_cores_gbps", what, bounds, beside, "link_gb_per_s", devices)
     what = f"copy in {'GPU' if on_gpu else 'host'} memory, read + write"
     add("device_copy_gbps", what, "decode with weights on the device", bench_device.device_copy_gb_per_s, device)
     for dtype in (torch.bfloat16, torch.float16 if on_gpu else torch.float32):
@@ -253,104 +280,101 @@ def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
     return found
 
 
-def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
-    """Measure the rooflines on all ranks at the same time (the disk: on the first), and return the JSON object; each rank gets the facts
-    and warnings of all. `all_ranks` of a roofline is the sum over ranks; None if one failed."""
+def _neighbors(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+    """Return the pairs of GPUs that hidden states cross: each with the next, and the last with the first."""
+    return list(zip(devices, (*devices[1:], devices[0])))
+
+
+def _link_gb_per_s(device: torch.device) -> float:
+    return copy_gb_per_s(lane_to(device))
+
+
+def _peer_copy_gb_per_s(pair: Sequence[torch.device]) -> float:
+    return copy_gb_per_s(lane_between(*pair), seconds=0)  # three rounds of 2 GiB
+
+
+def make_report(devices: Sequence[torch.device], disk: Path | None) -> dict[str, Any]:
+    """Measure the rooflines, and return the JSON object. The rooflines of one GPU are those of the first of `devices`, whose links are
+    also measured one by one."""
     results: dict[str, dict[str, Any]] = {}
     warnings = []
-    wanted = rooflines(ranks, disk)
+
+    def measured(what: str, measure: Callable[[], float]) -> float | None:
+        try:
+            return measure()
+        except (RunError, torch.OutOfMemoryError) as error:  # a failure must not hide the other rates
+            warnings.append(f"not measured: {what}: {first_line(error)}")
+            return None
+        finally:
+            if devices[0].type == "cuda":
+                torch.cuda.empty_cache()
+
+    wanted = rooflines(devices, disk)
     with current_progress().task("link", len(wanted), ticking=True) as task:
         for number, roofline in enumerate(wanted):
             task.at(f"rate {number + 1} of {len(wanted)} ({roofline.what})", number)
-            ranks.barrier()
-            measuring = 1 if roofline.name == "disk_read_gbps" else ranks.world_size
-            value = None
-            try:
-                if ranks.rank < measuring:
-                    value = roofline.measure()
-            except (RunError, torch.OutOfMemoryError) as error:  # a failure must not hide the other rates
-                warnings.append(f"not measured: {roofline.what}: {first_line(error)}")
-            if ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
-            summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
             results[roofline.name] = {
-                "value": value,
-                "all_ranks": summed if ranks.total(int(value is not None)) == measuring else None,
+                "value": measured(roofline.what, roofline.measure),
                 "unit": "TFLOP/s" if roofline.name.endswith("tflops") else "GB/s",
                 "what": roofline.what,
                 "bounds": roofline.bounds,
             }
     if load_library() is None:
         warnings.append(f"the CPU backend was not measured: {why_unavailable()}")
-    host, gpus, node = read_host(), _gpu_links(ranks), platform.node()
-    pinned = results.get("host_to_device_pinned_gbps", {}).get("value")
-    for index, gpu in enumerate(gpus):  # the first is the one that was measured
-        warnings += link_warnings(gpu, host, pinned if index == 0 else None)
-    warnings += memlock_warnings(host)
-    if ranks.num_nodes > 1:
-        warnings = [f"{node}: {line}" for line in warnings]
-    rows = ranks.gather_objects({"node": node, "gpus": gpus, "warnings": warnings, "numa_nodes": host["numa_nodes"]})
+    host, gpus = read_host(), []
+    for index, device in enumerate(devices if devices[0].type == "cuda" else ()):
+        rate = results["host_to_device_pinned_gbps"]["value"]
+        if index > 0:
+            rate = measured(f"host to GPU {index}, page-locked", functools.partial(_link_gb_per_s, device))
+        gpu = _busy_gpu_link(device)
+        facts = {"index": index, **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gb_per_s}
+        gpus.append(facts | {"host_to_device_pinned_gbps": rate})
+        warnings += link_warnings(gpu, host, rate)
     return {
-        "device": ranks.device.type,
-        "world_size": ranks.world_size,
+        "device": devices[0].type,
         "ceilings": results,
-        "gpus": [
-            {"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gb_per_s}
-            for rank, row in enumerate(rows)
-            for gpu in row["gpus"]
-        ],
+        "gpus": gpus,
         "host": host,
-        "numa_nodes_of_ranks": [row["numa_nodes"] for row in rows],
-        "warnings": list(dict.fromkeys(line for row in rows for line in row["warnings"])),
+        "warnings": list(dict.fromkeys([*warnings, *memlock_warnings(host)])),
     }
 
 
-def _visible_devices(ranks: Ranks) -> list[torch.device]:
-    """Return this rank's GPU, or all visible GPUs with one rank."""
-    if ranks.world_size > 1:
-        return [ranks.device]
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-
-
-def _gpu_links(ranks: Ranks) -> list[GpuLink]:
-    """Read the link of each GPU while it is busy."""
-    links = []
-    for device in _visible_devices(ranks) if ranks.device.type == "cuda" else ():
-        busy = None
-        with contextlib.suppress(RunError, torch.OutOfMemoryError), torch.cuda.device(device):
-            busy = BusyLink(device)
-            # an idle GPU slows its link; 10.7 GB take 0.2 s at generation 5 x16, 0.9 s at 3 x16, and the link stays up for some seconds
-            busy.begin(40)
-        links.append(read_gpu_link(device))
-        torch.cuda.synchronize(device)
-        del busy
-    return links
+def _busy_gpu_link(device: torch.device) -> GpuLink:
+    """Read the link of a GPU while it is busy."""
+    busy = None
+    with contextlib.suppress(RunError, torch.OutOfMemoryError):
+        busy = BusyLinks([device])
+        # an idle GPU slows its link; 10.7 GB take 0.2 s at generation 5 x16, 0.9 s at 3 x16, and the link stays up for some seconds
+        busy.begin(40)
+    link = read_gpu_link(device)
+    torch.cuda.synchronize(device)
+    return link
 
 
 def print_report(report: dict[str, Any]) -> None:
     """Print table and facts on stdout, warnings on stderr."""
-    several = report["world_size"] > 1
     columns = [
         Column("what", "roofline", dtype="string"),
-        Column("value", "first rank" if several else "measured", significant, whole=True),
-        *([Column("all_ranks", "all ranks", significant, whole=True)] if several else []),
+        Column("value", "measured", significant, whole=True),
         Column("unit", "unit", dtype="string", whole=True),
         Column("bounds", "bounds", dtype="string"),
     ]
     print_rows(list(report["ceilings"].values()), columns, "table", piped_width=PIPED_WIDTH)
     for gpu in report["gpus"]:
         shown = {name: "?" if value is None else value for name, value in gpu.items()}
+        rate = gpu["host_to_device_pinned_gbps"]
         print(
-            "GPU {pci_id} ({name}), rank {rank}, NUMA node {numa_node}:\n"
+            "GPU {index}, {pci_id} ({name}), NUMA node {numa_node}:\n"
             "  PCI Express generation {generation} of {generation_max}, {width} of {width_max} lanes".format(**shown)
             + (f", {gpu['limit_gbps']:.1f} GB/s" if gpu["limit_gbps"] else "")
+            + (f"; copies from host memory {three_digits(rate)} GB/s" if rate else "")
         )
     host = report["host"]
     memlock = "none" if host["memlock_bytes"] is None else format_bytes(host["memlock_bytes"])
-    nodes = " | ".join(",".join(map(str, nodes)) or "unknown" for nodes in report["numa_nodes_of_ranks"])
     print(
         f"host memory: {format_bytes(host['memory_bytes'])}, {format_bytes(host['memory_available_bytes'])} available\n"
-        f"limit of locked memory: {memlock}\nNUMA nodes of each rank: {nodes}",
+        f"limit of locked memory: {memlock}\n"
+        f"NUMA nodes of this process: {', '.join(map(str, host['numa_nodes'])) or 'unknown'}",
         flush=True,
     )
     for line in report["warnings"]:
@@ -371,35 +395,36 @@ def measure_and_cache(say: Say) -> None:
             ) from error
     make_folder(path.parent)
     say(f"measuring this machine{again}; the results are kept until a version, the CPU or a GPU changes ...")
-    report, profile = measure_this_machine(detect_ranks(), None, say)
+    report, profile = measure_this_machine(None, say)
     for line in report["warnings"]:
         say(f"warning: {line}")
     write_profile(profile, path)
 
 
-def measure_this_machine(ranks: Ranks, disk: Path | None, say: Say) -> tuple[dict[str, Any], HardwareProfile]:
+def measure_this_machine(disk: Path | None, say: Say) -> tuple[dict[str, Any], HardwareProfile]:
     """Return the report that `zero-inference link` prints, and the profile.
 
     Args:
         disk: a folder whose disk is measured, too.
     """
-    on_gpu, contention = ranks.device.type == "cuda", CpuContention()
+    devices, contention = visible_devices(), CpuContention()
+    device, on_gpu = devices[0], devices[0].type == "cuda"
     with current_progress().task("measuring this machine", 5, ticking=True) as task:
         task.at("step 1 of 5, launches and engines", 0)
-        launch_bench, basics = measure_basics(ranks, say)
+        launch_bench, basics = measure_basics(device, say)
         task.at("step 2 of 5, CPU while the link is busy", 1)
-        cpu = measure_cores(ranks, say)
+        cpu = measure_cores(devices, say)
         if on_gpu:  # ten seconds later, and once more after the report: shared hosts change; without a GPU it made no difference
             launch_bench.visit()
         task.at("step 3 of 5, links, memory and products", 2)
-        report = make_report(ranks, disk)
+        report = make_report(devices, disk)
         if on_gpu:
             launch_bench.visit()
-        gpus, host_memory_bytes = _gpus() if on_gpu else (), available_host_bytes()
+        gpus, host_memory_bytes = _gpus(devices) if on_gpu else (), available_host_bytes()
         task.at("step 4 of 5, products on the device", 3)
-        device_products = _device_products(ranks.device, say)
+        device_products = _device_products(device, say)
         task.at("step 5 of 5, loading of weights", 4)
-        loading = _or_warn(say, lambda: measure_loading(ranks.device))
+        loading = _or_warn(say, lambda: measure_loading(device))
     found = {name: each["value"] for name, each in report["ceilings"].items() if each["value"] is not None}
     dtypes = {name: f"matmul_{name}_tflops" for name in ("bfloat16", "float16", "float32")}
     environment = describe_environment()
@@ -413,7 +438,9 @@ def measure_this_machine(ranks: Ranks, disk: Path | None, say: Say) -> tuple[dic
         host_memory_bytes=host_memory_bytes,
         disk_free_bytes=None if disk is None else shutil.disk_usage(disk).free,
         link_gb_per_s=found.get("host_to_device_pinned_gbps" if on_gpu else "host_memory_copy_gbps"),
+        all_links_gb_per_s=found.get("all_devices_gbps"),
         pageable_link_gb_per_s=found.get("host_to_device_pageable_gbps"),
+        peers_gb_per_s=peers_gb_per_s(devices, found),
         device_gb_per_s=found.get("device_copy_gbps"),
         device_products=device_products,
         matmul_tflops={name: found[key] for name, key in dtypes.items() if key in found},
@@ -426,14 +453,31 @@ def measure_this_machine(ranks: Ranks, disk: Path | None, say: Say) -> tuple[dic
     )
 
 
-def measure_basics(ranks: Ranks, say: Say) -> tuple[LaunchBench, dict[str, Any]]:
+def peers_gb_per_s(devices: Sequence[torch.device], found: dict[str, float]) -> float | Literal["link"] | None:
+    """Return the rate of copies between GPUs, "link" if they cross the links; None with one GPU, or if not measured.
+
+    Args:
+        found: rates by the names of `rooflines`.
+    """
+    if len(devices) < 2:
+        return None
+    if not all(torch.cuda.can_device_access_peer(*pair) for pair in _neighbors(devices)):
+        return "link"  # the driver copies by way of host memory
+    rate, link = (
+        found.get("slowest_peer_copy_gbps", found.get("peer_copy_gbps")),
+        found.get("host_to_device_pinned_gbps"),
+    )
+    return "link" if rate is not None and link is not None and rate <= NVLINK_RATIO * link else rate
+
+
+def measure_basics(device: torch.device, say: Say) -> tuple[LaunchBench, dict[str, Any]]:
     """Measure host memory, launch overhead and engine overhead; the latter as fields of `HardwareProfile`.
 
     Call it first: memory that other benchmarks take stays with the process.
     """
-    launch_bench = LaunchBench(ranks.device)
+    launch_bench = LaunchBench(device)
     # a run without a GPU measures host memory with two such blocks
-    measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * uncached_block_bytes()
+    measuring_bytes = 0 if device.type == "cuda" else 2 * uncached_block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
     launch_bench.visit()
     found = measure_engines(say)
@@ -469,14 +513,14 @@ def measure_engines(say: Say) -> dict[str, Any]:
     return {}
 
 
-def measure_cores(ranks: Ranks, say: Say) -> CpuProfile | None:
-    """Measure CPU and link while both are busy. Returns None without a GPU, and where it fails, which `say` reports."""
-    if ranks.device.type != "cuda" or load_library() is None:  # the report says why there is no library
+def measure_cores(devices: Sequence[torch.device], say: Say) -> CpuProfile | None:
+    """Measure CPU and links while both are busy. Returns None without a GPU, and where it fails, which `say` reports."""
+    if devices[0].type != "cuda" or load_library() is None:  # the report says why there is no library
         return None
     if not extension.load_extension():  # it has the kernels of the hand-off
         say(f"warning: the cores were not measured while the link is busy: {extension.why_unavailable()}")
         return None
-    return _or_warn(say, lambda: measure_cpu_profile(ranks.device, cpus_of_host(ranks), say))
+    return _or_warn(say, lambda: measure_cpu_profile(devices, cpus_of_host(devices), say))
 
 
 def _or_warn(say: Say, measure: Callable[[], T]) -> T | None:
@@ -487,12 +531,12 @@ def _or_warn(say: Say, measure: Callable[[], T]) -> T | None:
         return None
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus(devices: Sequence[torch.device]) -> tuple[Gpu, ...]:
     torch.cuda.empty_cache()
     gpus = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        gpus.append(Gpu(name=torch.cuda.get_device_name(index), memory_bytes=total, free_bytes=free))
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        gpus.append(Gpu(name=torch.cuda.get_device_name(device), memory_bytes=total, free_bytes=free))
     return tuple(gpus)
 
 

@@ -11,7 +11,7 @@ import functools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST = 1e18  # upper limit of any number in a profile; more is a mistake
 MIN_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
 # Raised when `link --save` measures more or measures differently, so that machines are measured again.
-MEASURED_WITH = 7
+MEASURED_WITH = 8
 BUSY_SHARE = 0.25  # of the CPU in other programs, above which rates are considered too low
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
@@ -70,13 +70,14 @@ class Gpu(_ProfilePart):
 
 
 class CpuProductRate(_ProfilePart):
-    """CPU and link while both are busy, for weights in one format and `rows` tokens. GB/s of CPU products count stored bytes."""
+    """CPU and links while both are busy, for weights in one format and `rows` tokens. GB/s of CPU products count stored bytes."""
 
     format: WeightFormat
     rows: Count
-    link_gb_per_s: Rate
+    gpus: Count = 1  # whose links were busy
+    link_gb_per_s: Rate  # of these links together
     cores_gb_per_s: Rate
-    cores_alone_gb_per_s: Rate  # CPU products while the link is idle
+    cores_alone_gb_per_s: Rate  # CPU products while all links are idle
     hand_off_s: Seconds  # from the device to the CPU and back
     call_s: Seconds = 0.0  # of a CPU call beyond its bytes and the hand-off
     expert_s: Seconds = 0.0  # beyond that, for each expert that a call reads
@@ -94,16 +95,21 @@ class CpuAttentionRate(_ProfilePart):
 class CpuProfile(_ProfilePart):
     threads: Count
     instructions: str  # instruction set of the products
-    read_gb_per_s: Rate  # host memory read by all threads while the link is busy
+    read_gb_per_s: Rate  # host memory read by all threads while one link is busy
     products: tuple[CpuProductRate, ...] = Field(min_length=1, strict=False)
     attention: tuple[CpuAttentionRate, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _check(self) -> CpuProfile:
-        (name, rows), count = Counter((each.format, each.rows) for each in self.products).most_common(1)[0]
+        found = Counter((each.format, each.rows, each.gpus) for each in self.products)
+        (name, rows, gpus), count = found.most_common(1)[0]
         if count > 1:
-            raise ValueError(f"products has {name} with {rows} rows {count} times")
+            raise ValueError(f"products has {name} with {rows} rows {count} times for {gpus} GPUs")
         return self
+
+    def most_links(self, weight_format: str) -> int:
+        """Return the most links that were busy while products of this format were measured; 0 if none were."""
+        return max((each.gpus for each in self.products if each.format == weight_format), default=0)
 
 
 class DeviceProductRate(_ProfilePart):
@@ -183,6 +189,7 @@ class HardwareProfile(_ProfilePart):
     disk_free_bytes: Bytes | None = None  # of the folder of `--disk`
     # Page-locked copies to one GPU, CPU idle; without a GPU copies inside host memory.
     link_gb_per_s: Rate | None = None
+    all_links_gb_per_s: Rate | None = None  # the same to all GPUs at once, summed; None with one GPU
     pageable_link_gb_per_s: Rate | None = None
     # From a node's other GPUs beside the link; "link" if over the link.
     peers_gb_per_s: Rate | Literal["link"] | None = None
@@ -327,19 +334,20 @@ class AttentionRates(NamedTuple):
 
 @dataclass(frozen=True)
 class ConcurrentRates:
-    """Rates of CPU and link while both are busy, for products of `rows` tokens; medians."""
+    """Rates of the CPU and the links of `gpus` GPUs while all are busy, for products of `rows` tokens; medians."""
 
     rows: int
-    link_alone_gb_per_s: float  # page-locked copies to the device while the CPU is idle
-    link_gb_per_s: float
+    link_alone_gb_per_s: float  # page-locked copies to all `gpus` together while the CPU is idle
+    link_gb_per_s: float  # of all links together
     cores_gb_per_s: float  # stored bytes multiplied in calls of `CPU_BLOCK_BYTES`
-    cores_alone_gb_per_s: float  # the same while the link is idle
+    cores_alone_gb_per_s: float  # the same while the links are idle
     read_gb_per_s: float  # host memory read by the CPU
     hand_off_s: float  # from the device's input to the CPU's output, for a feed-forward of hardly any width
     device_gb_per_s: float  # copies inside device memory, read plus written bytes; nothing else is busy
     attended: AttentionRates | None = None  # CPU attention; None if not measured
     call_s: float = 0.0  # of a CPU call beyond its bytes and a call of hardly any width
     expert_s: float = 0.0  # of a CPU call beyond that, for each expert that it reads
+    gpus: int = 1
 
     def attention_gb_per_s(self, link_rests: bool) -> float:
         """Return the rate of CPU attention; if not measured, that of reads, which is higher."""
@@ -352,36 +360,96 @@ class ConcurrentRates:
         return self.hand_off_s + self.call_s * max(0.0, 1 - nbytes / CPU_BLOCK_BYTES) + self.expert_s * experts
 
 
-def concurrent_rates(profile: HardwareProfile, work: CpuWorkload) -> ConcurrentRates | str:
-    """Return the rates for `work`, or a few words on why they are unknown."""
+def links_gb_per_s(profile: HardwareProfile, gpus: int) -> float | None:
+    """Return GB/s of page-locked copies to `gpus` GPUs at once, summed, while the CPU is idle; None if unknown.
+
+    Between one and all GPUs the time of a copy is interpolated. If all were not measured, each link is assumed to keep its rate, up to
+    what host memory gives.
+    """
+    one, every = profile.link_gb_per_s, profile.all_links_gb_per_s
+    if one is None or gpus == 1:
+        return one
+    if every is not None:
+        return gpus / interpolate({1: 1 / one, len(profile.gpus): len(profile.gpus) / every}, gpus)
+    return min(gpus * one, one + profile.cores.read_gb_per_s) if profile.cores else gpus * one
+
+
+def concurrent_rates(profile: HardwareProfile, work: CpuWorkload, gpus: int = 1) -> ConcurrentRates | str:
+    """Return the rates for `work` beside the links of `gpus` GPUs, or a few words on why they are unknown.
+
+    Between two measured numbers of links times are interpolated; if only one link was measured, see `_assume_more_links`.
+    """
     cores, link_gb_per_s, device_gb_per_s = profile.cores, profile.link_gb_per_s, profile.device_gb_per_s
     if cores is None or link_gb_per_s is None or device_gb_per_s is None:
         known = {"the CPU": cores, "the link": link_gb_per_s, "device memory": device_gb_per_s}
         return f"the rate of {' and '.join(name for name, found in known.items() if found is None)} is not known"
-    points = {each.rows: each for each in cores.products if each.format == work.weight_format}
-    if not points:
+    counts = sorted({each.gpus for each in cores.products if each.format == work.weight_format})
+    if not counts:
         return f"the CPU's rate of {work.weight_format} products is not known"
-    # a hand-off does not depend on the format: the median over formats
-    hand_offs = {
-        rows: statistics.median(each.hand_off_s for each in cores.products if each.rows == rows) for rows in points
-    }
+    measured = {count: _measured_rates(profile, cores, work, count) for count in counts}
+    if gpus in measured:
+        found = measured[gpus]
+    elif counts == [1]:
+        found = _assume_more_links(measured[1], profile, gpus)
+    else:
+        link_s = interpolate({count: count / each.link_gb_per_s for count, each in measured.items()}, gpus)
+        found = replace(
+            measured[counts[0]],
+            gpus=gpus,
+            link_alone_gb_per_s=links_gb_per_s(profile, gpus),
+            link_gb_per_s=gpus / link_s,
+            cores_gb_per_s=_rate_at(measured, "cores_gb_per_s", gpus),
+            hand_off_s=interpolate({count: each.hand_off_s for count, each in measured.items()}, gpus),
+        )
     attention = {each.heads: each for each in cores.attention if each.format == work.kv_format} if work.heads else {}
+    if not attention:
+        return found
+    # measured beside the fewest links: beside more it is assumed to lose as much as products
+    share = min(1.0, found.cores_gb_per_s / measured[counts[0]].cores_gb_per_s)
+    beside, alone = (_rate_at(attention, name, work.heads) for name in ("gb_per_s", "alone_gb_per_s"))
+    return replace(found, attended=AttentionRates(share * beside, alone))
+
+
+def _measured_rates(profile: HardwareProfile, cores: CpuProfile, work: CpuWorkload, gpus: int) -> ConcurrentRates:
+    """Return the rates that were measured beside `gpus` busy links, interpolated between numbers of tokens; without attention."""
+    there = [each for each in cores.products if each.gpus == gpus]
+    points = {each.rows: each for each in there if each.format == work.weight_format}
+    # a hand-off does not depend on the format: the median over formats
+    hand_offs = {rows: statistics.median(each.hand_off_s for each in there if each.rows == rows) for rows in points}
+    link_alone_gb_per_s, device_gb_per_s = links_gb_per_s(profile, gpus), profile.device_gb_per_s
+    assert link_alone_gb_per_s is not None and device_gb_per_s is not None
     return ConcurrentRates(
         rows=work.rows,
-        link_alone_gb_per_s=link_gb_per_s,
+        link_alone_gb_per_s=link_alone_gb_per_s,
         link_gb_per_s=_rate_at(points, "link_gb_per_s", work.rows),
         cores_gb_per_s=_rate_at(points, "cores_gb_per_s", work.rows),
         cores_alone_gb_per_s=_rate_at(points, "cores_alone_gb_per_s", work.rows),
         read_gb_per_s=cores.read_gb_per_s,
         hand_off_s=interpolate(hand_offs, work.rows),
         device_gb_per_s=device_gb_per_s,
-        attended=AttentionRates(
-            _rate_at(attention, "gb_per_s", work.heads), _rate_at(attention, "alone_gb_per_s", work.heads)
-        )
-        if attention
-        else None,
         call_s=interpolate({rows: each.call_s for rows, each in points.items()}, work.rows),
         expert_s=interpolate({rows: each.expert_s for rows, each in points.items()}, work.rows),
+        gpus=gpus,
+    )
+
+
+def _assume_more_links(one: ConcurrentRates, profile: HardwareProfile, gpus: int) -> ConcurrentRates:
+    """Return the rates beside `gpus` busy links by those beside one.
+
+    An assumption, not a measurement: beside the CPU, links keep the share of their rate that one keeps; and host memory gives no more
+    than reads by the CPU and one link took of it, which links and CPU then divide in proportion to what they would take.
+    """
+    alone_gb_per_s = links_gb_per_s(profile, gpus)
+    assert alone_gb_per_s is not None
+    links, cores = one.link_gb_per_s * alone_gb_per_s / one.link_alone_gb_per_s, one.cores_gb_per_s
+    host = max(one.read_gb_per_s + one.link_alone_gb_per_s, one.link_gb_per_s + cores, alone_gb_per_s)
+    share = min(1.0, host / (links + cores))
+    return replace(
+        one,
+        gpus=gpus,
+        link_alone_gb_per_s=alone_gb_per_s,
+        link_gb_per_s=share * links,
+        cores_gb_per_s=share * cores,
     )
 
 

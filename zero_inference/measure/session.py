@@ -98,7 +98,7 @@ class LinkMonitor:
         synchronize(self.devices)  # an engine may still be filling its buffers
         self.ranks.barrier()
         try:
-            self.rounds += host_to_device_rounds(self.devices[0], seconds, self.sources)
+            self.rounds += host_to_device_rounds(self.devices, seconds, self.sources)
         except (torch.OutOfMemoryError, RunError):
             if not self.rounds:
                 raise

@@ -142,7 +142,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         UsageError: --cpu-compute SHARE for a model without a suitable block, or too many threads.
     """
     config = job.config
-    cpus = job.machine.cpus(job.ranks, config.cpu_threads)
+    cpus = job.machine.cpus(job.devices, config.cpu_threads)
     share = 1.0 if multiplies_codes(job) else config.cpu_share
     can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
     if not placement.computable and not can_attend:
@@ -155,7 +155,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     text = job.spec.text_config
     heads = query_heads_per_kv_head(text) if can_attend else 0
     work = CpuWorkload(job.spec.dtype, placement.scheme, job.rank_batch, text.hidden_size, heads)
-    measured = job.machine.concurrent_rates(job.ranks, cpus, work)  # or why there are none
+    measured = job.machine.concurrent_rates(job.devices, cpus, work)  # or why there are none
     rates = measured if isinstance(measured, ConcurrentRates) else None
     placement = replace(placement, decode_tokens=job.rank_batch)
     kv_bytes, kv_slowness = job.mean_kv_bytes if config.kv_offload else 0, 1.0
@@ -227,7 +227,7 @@ def plan_short_prompts(job: Job, placement: Placement, plan: CpuPlan) -> tuple[P
     measured = max(1, round(min(rows, MEASURED_ROWS)))
     width = job.spec.text_config.hidden_size
     work = CpuWorkload(job.spec.dtype, placement.scheme, measured, width)
-    rates = job.machine.concurrent_rates(job.ranks, plan.cpus, work)
+    rates = job.machine.concurrent_rates(job.devices, plan.cpus, work)
     if isinstance(rates, str):
         return placement, plan
     slower, hidden_bytes = max(1.0, rows / measured), tokens * width * job.spec.dtype.itemsize
