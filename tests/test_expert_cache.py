@@ -433,8 +433,13 @@ def test_blocks_that_every_token_uses_come_first():
     assert some.computed_bytes == round(sum(1600 * 2 / 8 * (1 - slots / 8) ** exponent for slots in (3, 3, 4, 3)))
     everything = placement_for(4 * 1700)
     assert everything.in_host_memory == [] and everything.expert_slots == {}
-    several = placement_for(4 * 100 + 13 * 200, ranks=2)
-    assert several.expert_slots == {} and several.resident == [4, 5], "of several ranks, whole layers as ever"
+    two = plan_placement(a_mixture(), 0, [None, None], (2 * 100 + 7 * 200 + 0.5) / 2**30, 2, (0, 1, 0, 1))
+    two = two.with_cpu_shares(1.0, 1.0).with_budget_used()
+    assert two.resident == [0, 2, 4, 6] and two.expert_budgets == (1400, 1400), (
+        "each device caches its own layers' experts"
+    )
+    assert two.expert_slots == {1: 3, 3: 3, 5: 4, 7: 4}
+    assert [two.resident_bytes_on(device) for device in (0, 1)] == [1600, 1600]
 
 
 def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
@@ -445,8 +450,8 @@ def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
     for most, slots, staging in ((0, [3, 3, 4, 3], 0), (3, [3, 3, 4, 3], 0), (4, [4], 1024), (8, [], 2048)):
         quota = tuple(min(most, missed) for missed in range(9)) if most else ()
         found = plan.with_quota(quota, None)
-        assert list(found.expert_slots.values()) == slots and found.staging_bytes == staging, most
-        assert found.expert_slot_bytes + found.staging_bytes <= 13 * 200
+        assert list(found.expert_slots.values()) == slots and found.staging_bytes_on(0) == staging, most
+        assert found.expert_slot_bytes + found.staging_bytes_on(0) <= 13 * 200
 
 
 def test_experts_are_fetched_only_where_that_promises_enough():

@@ -11,7 +11,7 @@ from benchmarks.predictions import options_of
 from zero_inference.cli import main
 from zero_inference.config.run_config import parse_options
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.cpu_plan import NO_LINK, SEVERAL_GPUS, why_no_cpu_compute
+from zero_inference.engines.stream.cpu_plan import NO_LINK, why_no_cpu_compute
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.hardware.profile import (
@@ -394,9 +394,7 @@ def test_a_file_is_taken_before_a_typical_machine_of_its_name(tmp_path, monkeypa
     assert resolve_machine("rtx3090", None).profile().name == "rtx3090"
 
 
-@pytest.mark.parametrize(
-    "options, fetched_share", [("--engine stream --gpu-memory 0", 1), ("--cpu-offload", 1), ("", 0)]
-)
+@pytest.mark.parametrize("options, fetched_share", [("--cpu-offload", 1), ("", 0)])
 def test_what_gpus_send_each_other(options, fetched_share):
     """Of four, by hand: each fetches a quarter of what is in host memory, and gets three quarters of all weights from the others."""
     config = parse_options(shlex.split(f"--model opt-13b --dummy --batch-size 4 --dry-run {options}"))
@@ -406,7 +404,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
 
     def step_s(peers) -> tuple[float, str, int]:
         machine = replace(MACHINE, gpus=(H200,) * 4, peers_gb_per_s=peers)
-        plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, Machine(machine)))
+        plan = make_plan(Job(config, spec, ranks, empty_model, (H200.free_bytes,), None, Machine(machine)))
         limit = planned_step_bound(plan.engine_plan, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.engine_plan.fetched_bytes + plan.engine_plan.sharded_bytes
@@ -442,16 +440,12 @@ def test_cores_take_their_part_as_the_file_says():
         planned(f"{options} --cpu-threads 4", machine)
 
 
-def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
-    options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --batch-size 2"
+def test_without_a_gpu_no_weights_cross_a_link():
+    options = "--model llama-2-13b --dummy --engine stream --gpu-memory 0"
     one = job_of(options, Machine(MACHINE))
-    two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
-    assert why_no_cpu_compute(one) is None and why_no_cpu_compute(two) == SEVERAL_GPUS
-    assert not make_plan(two).engine_plan.placement.cpu_computed
-    on_cpus = replace(two, ranks=replace(two.ranks, device=torch.device("cpu")))
-    assert why_no_cpu_compute(on_cpus) == NO_LINK, "several ranks without a GPU"
-    given = replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))
-    assert why_no_cpu_compute(given) is None and make_plan(given).engine_plan.placement.cpu_computed
+    assert why_no_cpu_compute(one) is None
+    on_cpu = replace(one, ranks=replace(one.ranks, device=torch.device("cpu")), devices=(), free_by_device=())
+    assert why_no_cpu_compute(on_cpu) == NO_LINK
 
 
 def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):

@@ -319,15 +319,18 @@ def test_a_model_that_waits_for_the_device(checkpoints):
         torch.rand(1, device=loaded.device)  # and a generator, too
 
 
-@pytest.mark.parametrize("frozen", ["cache_position", "positions", "mask", "ids"])
+@pytest.mark.parametrize("frozen", ["cache_positions", "positions", "mask", "ids"])
 def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, monkeypatch):
     fill, found_out = StepInputs.fill, max(cuda_graph.MAX_DIFFERENCE.values())
 
     def fill_some(self, call):
-        before = getattr(self, frozen).clone()
+        kept = getattr(self, frozen)
+        kept = list(kept.values()) if frozen == "cache_positions" else [kept]
+        before = [each.clone() for each in kept]
         fill(self, call)
         if vars(self).setdefault("filled", 0):
-            getattr(self, frozen).copy_(before)
+            for each, old in zip(kept, before):
+                each.copy_(old)
         self.filled += 1
 
     monkeypatch.setattr(StepInputs, "fill", fill_some)

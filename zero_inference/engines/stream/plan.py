@@ -392,7 +392,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
 
         def left_bytes(device: int, cache_share: float) -> int | None:
             """Return the bytes for layers, ring and workspace on a device that has a share of the KV cache."""
-            if not job.on_gpu:
+            if not job.free_by_device:
                 return None
             free = job.free_by_device[device]
             cache_bytes = math.ceil(cache_share * job.cache_device_bytes)
