@@ -117,7 +117,11 @@ class Uses:
         self.uses = list(uses)
 
     def link_use(self):
-        return self.uses.pop(0)
+        self.last = self.uses.pop(0)
+        return self.last
+
+    def by_device(self):
+        return [self.last]
 
 
 def test_what_the_link_did_is_the_median_of_the_measured_loops():

@@ -8,19 +8,33 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, build_model, replace, too_few_gpus, write_record
+from conftest import ROOT, VOCAB, build_model, replace, too_few_gpus, write_record
 from test_limits import ONE, link_use
 from test_report import make_record
 
 from zero_inference.cli import console_main, main
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import resident
 from zero_inference.engines.base import LoadedModel
+from zero_inference.errors import RunError
 from zero_inference.kernels import rotary
 from zero_inference.kernels.rotary import Form, Forms, rotary_kernel
 from zero_inference.measure import loops, session
-from zero_inference.measure.session import LinkMonitor, link_use_in, update_rates
+from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
+from zero_inference.measure.session import (
+    LinkMonitor,
+    link_use_in,
+    loaded_model,
+    measure_run,
+    summarize_measurement,
+    update_rates,
+    write_trace,
+)
 from zero_inference.models.mlp import choose_experts_reference
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
 from zero_inference.norms import ops
+from zero_inference.planning.plan import build_job, make_plan
 from zero_inference.records.hardware import GpuUse
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import MovedPerStep, Record, StreamPlacement
@@ -28,6 +42,8 @@ from zero_inference.report.page import write_page
 from zero_inference.report.results import print_results
 from zero_inference.report.run import Run, label_runs
 from zero_inference.utils import timing
+from zero_inference.utils.progress import Progress
+from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 CPU = torch.device("cpu")
 CUDA = tuple(torch.device("cuda", index) for index in range(2))
@@ -78,6 +94,15 @@ def test_the_rate_of_copies_is_the_sum_over_the_links(gpus):
     assert (rates.link_gb_per_s, rates.link_from) == (110.0, "loops")
     link.uses = [link_use(4.0, host_late_s=1.0, copied_bytes=220 * GB)]
     assert update_rates(RATES, link, MovedPerStep.unknown()).link_gb_per_s == 100.0, "a link was idle"
+
+
+def test_a_link_that_copies_nothing_adds_no_rate():
+    """A GPU may hold all of its layers."""
+    link = LinkMonitor(ONE, timeline=TwoLinks(), devices=(CPU, CPU))
+    link.between_loops()
+    assert link.copied_gb_per_s() == 0.0
+    link.between_loops()
+    assert link.copied_gb_per_s() == 50.0
 
 
 def test_rates_of_one_device_are_those_of_the_fastest_of_different_gpus(monkeypatch):
@@ -168,6 +193,21 @@ def test_no_committed_record_has_changed_its_gpus():
     assert set(found) >= {1, 2} and all(set(sizes) == {count} for count, sizes in found.items() if count)
 
 
+def test_copies_between_devices_that_arrive_changed_end_a_run(monkeypatch):
+    copied, to = [], torch.Tensor.to
+
+    def broken(tensor, device):
+        copied.append(device)
+        return to(tensor, "cpu") * (copied[-2:] != [CUDA[1], CUDA[0]])
+
+    monkeypatch.setattr(torch.Tensor, "to", broken)
+    check_copies_between(CUDA[:1])
+    assert not copied
+    with pytest.raises(RunError, match="from cuda:1 to cuda:0 arrive changed.* --num-gpus 1"):
+        check_copies_between(CUDA)
+    assert copied == [CUDA[0], CUDA[1], CUDA[1], CUDA[0]]
+
+
 class TwoLinks:
     """A timeline of two links, of which the second copied nothing."""
 
@@ -213,6 +253,38 @@ def test_a_record_has_a_gpu_for_each_device_of_its_process(checkpoints, tmp_path
     ]  # fmt: skip
     assert record["stream"]["layers_by_gpu"] == [2, 1] and record["link_use"]["busy_s"] == 2.0
     assert Record.read(record).as_dict() == record
+
+
+def test_a_run_over_two_devices_is_measured_and_its_layers_are_compared(checkpoints, tmp_path, monkeypatch):
+    """The stream engine: each device's link has its bytes, which add up to the counted ones, and a wrong layer of either is found."""
+    config = RunConfig(
+        model=str(checkpoints("opt")), engine="stream", dtype="float32", batch_size=2, prompt_len=6, gen_len=9,
+        gpu_memory=0, cpu_compute="off", loops=2, warmup=1,
+    ).validate()  # fmt: skip
+    ranks = detect_ranks()
+    start_process_group(ranks)
+    spec = resolve_model(config, ranks.device.type)
+    job = build_job(config, spec, ranks)
+    devices = CUDA if job.on_gpu else (CPU, CPU)
+    plan = make_plan(replace(job, devices=devices, free_by_device=job.machine.free_device_bytes(devices)))
+    ids, compared, differs = random_ids(0, 2, 6, VOCAB), [], ReferenceLayers._differs
+    monkeypatch.setattr(
+        ReferenceLayers, "_differs", lambda self, *args: compared.append(args[0]) or differs(self, *args)
+    )
+    with loaded_model(plan, Progress(enabled=False)) as (loaded, load_s, compare):
+        found = measure_run(plan, loaded, ids, Progress(enabled=False), compare)
+        measured = summarize_measurement(found, load_s, 0.0)
+        write_trace(found, tmp_path / "trace.json")
+    assert compared and len(found.link.uses) == 2 and measured.limit.rates.link_gb_per_s > 0
+    counted = measured.transfers.host_to_device_bytes_per_step
+    over_links = [gpu.host_to_device_bytes_per_step for gpu in measured.gpus]
+    slot = loaded.facts["stream"]["slot_bytes"]
+    steps = config.gen_len - 1
+    assert len(over_links) == 2 and min(over_links) > 0
+    assert sum(over_links) == pytest.approx(counted, abs=2 * slot / steps), "without the first copy of each link"
+    use = measured.link_use
+    assert use.busy_s == pytest.approx(sum(each.busy_s for each in loaded.timeline.by_device()))
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 def test_use_of_links_in_a_trace_is_summed_over_devices():

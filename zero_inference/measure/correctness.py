@@ -1,11 +1,12 @@
-"""Check the first passes of a loaded model: its decoder layers compute the same as transformers' with the same weights, and logits are
-finite. Greedy selection would return ids from garbage and NaN, too."""
+"""Check copies between GPUs, and the first passes of a loaded model: its decoder layers compute the same as transformers' with the same
+weights, and logits are finite. Greedy selection would return ids from garbage and NaN, too."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,20 @@ from zero_inference.utils.ranks import Ranks
 COMPARED_TOKENS = 4
 COMPARED_TRIES = 3  # each with other tokens: for one token, rounding may choose other experts
 COMPARED_SHARE = 0.25  # of the host memory that the run leaves free, at most
+COPIED_BYTES = 1 << 20  # between GPUs, to try these copies
 ROUNDINGS = 8  # allowed rounding errors of the output, which may be much larger than what a layer adds to its input
+
+
+def check_copies_between(devices: Sequence[torch.device]) -> None:
+    """Copy random bytes from each device to each other one. Raises RunError if they arrive changed: on some hosts with an IOMMU the driver
+    reports peer access that does not work, and hidden states of one GPU would be garbage on the next."""
+    sent = torch.randint(0, 256, (COPIED_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for source, target in itertools.permutations(devices, 2):
+        if not torch.equal(sent.to(source).to(target).cpu(), sent):
+            raise RunError(
+                f"copies from {source} to {target} arrive changed: peer access between these GPUs does not work. Turn off the host's IOMMU "
+                "or PCIe ACS, or use --num-gpus 1."
+            )
 
 
 class ReferenceLayers:

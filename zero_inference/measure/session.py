@@ -26,7 +26,7 @@ from zero_inference.hardware.bench_device import device_copy_gb_per_s, matmul_tf
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.measure import steadiness
-from zero_inference.measure.correctness import ReferenceLayers
+from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
@@ -66,6 +66,7 @@ class LinkMonitor:
     Attributes:
         rounds: GB/s of this rank's rounds of copies, the sum over its links.
         uses: the use of the links in each loop; empty for an engine without a timeline, and for loops of fewer than two decode steps.
+        used_links: this rank's links that copied in the last loop; a GPU with all of its layers has an idle one.
         peak_bytes: peak memory of each device during the loops; empty without a GPU.
     """
 
@@ -81,6 +82,7 @@ class LinkMonitor:
         self.sources = blocks_of(sources, ranks.device)
         self.rounds: list[float] = []
         self.uses: list[LinkUse] = []
+        self.used_links = len(self.devices)
         self.peak_bytes = [0] * len(self.devices) if self.on_gpu else []
         self.in_loop = False
 
@@ -113,6 +115,7 @@ class LinkMonitor:
         if self.in_loop:
             if self.timeline is not None and (use := self.timeline.link_use()) is not None:
                 self.uses.append(use)
+                self.used_links = sum(each is not None for each in self.timeline.by_device())
             for index, peak_bytes in enumerate(self.peak_bytes):
                 self.peak_bytes[index] = max(peak_bytes, torch.cuda.max_memory_allocated(self.devices[index]))
         self.in_loop = True
@@ -125,7 +128,7 @@ class LinkMonitor:
         """Return the GB/s of this rank's copies while they ran, the sum over its links: the median over the loops with links so busy; 0
         without any."""
         one_link = _median([use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share >= min_busy_share])
-        return one_link * len(self.devices)
+        return one_link * self.used_links
 
     def ahead_bytes(self) -> int:
         """Return the bytes of a loop's decode steps that this rank had copied before the first of them."""
@@ -237,12 +240,14 @@ def loaded_model(
     Yields the model, the seconds that loading took without compiling, and `compare`: to be called before the model is used, it compares
     a decoder layer of each kind with transformers' implementation, unless `compared` is False.
 
-    Raises UsageError (--norm-kernels cuda, and they cannot be used) or RunError (loading failed, or a layer differs).
+    Raises UsageError (--norm-kernels cuda, and they cannot be used) or RunError (loading failed, copies between GPUs arrive changed, or a
+    layer differs).
     """
     job, norm_kernels = plan.job, plan.job.config.norm_kernels
     unused_because = prepare_norm_kernels(norm_kernels, job.spec.config.model_type, job.ranks.device, progress.say)
     with_kernels = has_kernels(job, progress)
     routers = detect_routers(job.empty_model.model, job.ranks.device) if with_kernels else {}
+    check_copies_between(job.devices)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         plan.engine_plan.prepare()
     job.ranks.barrier()  # time in which another rank compiles or tries kernels is not loading
