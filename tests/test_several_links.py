@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT, replace
 from test_machine import CORES, H200, MACHINE, rates, work
 
+from zero_inference.errors import UsageError
 from zero_inference.hardware.profile import (
     CpuAttentionRate,
     CpuProductRate,
@@ -14,6 +15,7 @@ from zero_inference.hardware.profile import (
     links_gb_per_s,
     read_profile,
 )
+from zero_inference.hardware.spec import parse_assumed, typical_machines
 
 
 def links(gpus: int, *points: CpuProductRate, alone: float | None = None) -> HardwareProfile:
@@ -60,6 +62,39 @@ def test_rates_beside_links_that_were_not_measured_stay_within_host_memory():
     assert (four.cores_alone_gb_per_s, four.hand_off_s) == (110.0, 1e-4), "as beside one"
     by_pages = [links_gb_per_s(replace(MACHINE, cores=None), gpus) for gpus in (1, 3)]
     assert by_pages == [55.0, 165.0] and links_gb_per_s(replace(MACHINE, link_gb_per_s=None), 2) is None
+
+
+@pytest.mark.parametrize(
+    "gpus, links, alone, beside, cores",
+    [
+        ("2x24GiB", "", 50, 50 * 85 / 110, 60 * 85 / 110),  # host memory gives 25 + 60 GB/s
+        ("4x24GiB", "", 85, 85 * 85 / 145, 60 * 85 / 145),
+        ("2x24GiB", "links=30GB/s,", 30, 30 * 85 / 90, 60 * 85 / 90),
+        ("4x24GiB", "links=95GB/s,", 95, 95 * 95 / 155, 60 * 95 / 155),
+    ],
+)
+def test_several_links_of_an_assumed_machine(gpus, links, alone, beside, cores):
+    found = parse_assumed(f"gpus={gpus},host=128GiB,link=25GB/s,{links}memory=1000GB/s,cores=60GB/s")
+    both = concurrent_rates(found, work("int4", 1), len(found.gpus))
+    assert (both.link_alone_gb_per_s, both.link_gb_per_s, both.cores_gb_per_s) == pytest.approx((alone, beside, cores))
+    one = concurrent_rates(found, work("int4", 1))
+    assert (one.link_gb_per_s, one.cores_gb_per_s) == (25, 60)
+
+
+def test_what_several_links_gave_is_not_kept_for_other_links():
+    """The rates beside one link change as that link does."""
+    measured = links(4, rates("int4", 1, 60.0, link=120.0), alone=160.0)
+    for line in ("link=110GB/s", "links=100GB/s", "gpus=2x24GiB"):
+        found = parse_assumed(line, measured)
+        faster = 2.0 if line.startswith("link=") else 1.0
+        assert found.all_links_gb_per_s == (100.0 if "links" in line else None)
+        assert [(each.gpus, each.link_gb_per_s) for each in found.cores.products] == [(1, 50.0 * faster)] * 3
+    same = parse_assumed("gpus=4x24GiB,host=64GiB", measured)
+    assert (same.all_links_gb_per_s, same.cores) == (160.0, measured.cores)
+    with pytest.raises(UsageError, match="links: that is the rate of several GPUs' links together; give link="):
+        parse_assumed("links=100GB/s", MACHINE)
+    pair = typical_machines()["rtx4090"].profile(2)
+    assert links_gb_per_s(pair, 2) == 2 * pair.link_gb_per_s, "each has a link; nothing says what host memory gives"
 
 
 def test_a_file_from_before_several_links_were_measured_is_read(tmp_path):

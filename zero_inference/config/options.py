@@ -280,8 +280,8 @@ class Options:
     assume: str | None = _plan(
         None,
         "--dry-run for a machine described here, or for that of --machine with other figures: gpus, host (memory; GiB without a unit), "
-        "link, pageable (the link from memory that is not page-locked), peers (between GPUs), cores, memory (rates in GB/s), "
-        "matmul (TFLOP/s), disk, disk_free",
+        "link, links (of all GPUs at once), pageable (the link from memory that is not page-locked), peers (between GPUs), cores, memory "
+        "(rates in GB/s), matmul (TFLOP/s), disk, disk_free",
         kind="assignments",
         metavar="gpus=1x24GiB,host=128GiB,...",
     )

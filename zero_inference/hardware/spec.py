@@ -123,7 +123,8 @@ class TypicalMachine:
 
     def profile(self, gpus: int = 1) -> HardwareProfile:
         """Return the profile of a machine with this many of its GPUs, each with a link of its own, which GPUs without NVLink also use for
-        each other. Rates that no datasheet has are unknown: kernel launches, CPU products, pageable copies, the disk."""
+        each other. Rates that no datasheet has are unknown: kernel launches, CPU products, pageable copies, all links at once, the disk.
+        """
         card = next(card for card in cards() if card.name == self.card)
         assert card.memory_bytes is not None, f"{card.name} has one size"
         gpu = Gpu(name=card.name, memory_bytes=card.memory_bytes, free_bytes=card.memory_bytes - CONTEXT_BYTES)
@@ -220,6 +221,7 @@ PARTS = {
     "gpus": Part("gpus", SIZES, "1x24GiB"),
     "host": Part("host_memory_bytes", SIZES, "128GiB"),
     "link": Part("link_gb_per_s", RATES, "25GB/s"),
+    "links": Part("all_links_gb_per_s", RATES, "40GB/s"),
     "pageable": Part("pageable_link_gb_per_s", RATES, "10GB/s"),
     "peers": Part("peers_gb_per_s", RATES, "300GB/s"),
     "cores": Part(None, RATES, "60GB/s"),
@@ -255,13 +257,20 @@ def parse_assumed(text: str, base: HardwareProfile | None = None) -> HardwarePro
         changes |= {"device_products": (), "engine_overheads": (), "loading": None}
         if start.launches is not None:
             changes["launches"] = start.launches.model_copy(update={"attention": (), "attention_gb_per_s": None})
-    if "link" in given and start.link_gb_per_s:  # pageable copies, and those beside the CPU, change by the same share
-        faster = given["link"] / start.link_gb_per_s
+    gpus = len(changes.get("gpus", start.gpus))
+    if "links" in given and gpus < 2:
+        raise UsageError("--assume links: that is the rate of several GPUs' links together; give link= for one GPU.")
+    if {"link", "links"} & given.keys() or gpus != len(start.gpus):
+        # pageable copies, and those beside the CPU, change by the same share; several links at once are no longer those that were measured
+        faster = given["link"] / start.link_gb_per_s if "link" in given and start.link_gb_per_s else 1.0
+        changes.setdefault("all_links_gb_per_s", None)
         if start.pageable_link_gb_per_s:
             changes.setdefault("pageable_link_gb_per_s", start.pageable_link_gb_per_s * faster)
         if start.cores:
             products = tuple(
-                each.model_copy(update={"link_gb_per_s": each.link_gb_per_s * faster}) for each in start.cores.products
+                each.model_copy(update={"link_gb_per_s": each.link_gb_per_s * faster})
+                for each in start.cores.products
+                if each.gpus == 1
             )
             changes["cores"] = start.cores.model_copy(update={"products": products})
     try:
