@@ -240,7 +240,8 @@ def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if pattern not in name or "/parts/" in name or "/compare" in name:
             continue
         for record in read_records(path):
-            if record.get("status") == "ok" and record["world_size"] == 1 and "decode_latency_s" in record:
+            one_gpu = record.get("world_size") == 1 and record.get("num_gpus") in (None, 1)
+            if record.get("status") == "ok" and one_gpu and "decode_latency_s" in record:
                 yield name, record
 
 

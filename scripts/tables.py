@@ -189,8 +189,9 @@ def label(record: dict[str, Any]) -> str:
         options.append(f"and {cores['threads']} core{'s' * (cores['threads'] > 1)}")
     if record["norm_kernels"] != "auto":
         options.append(f"--norm-kernels {record['norm_kernels']}")
-    gpus = f", {record['world_size']} GPUs" if record["world_size"] > 1 else ""
+    num_gpus = record.get("num_gpus") or record["world_size"]  # of records without it each rank has one
     weights = weights_in_short(bits, dtype)
+    gpus = f", {num_gpus} GPUs" if num_gpus > 1 else ""
     return f"{record['model'].split('/')[-1]} {weights}, {' '.join([engine, *options])}{gpus}"
 
 
