@@ -321,7 +321,7 @@ def gpu_lane():
     flags, (buffers,) = allocate_buffers(1 << 20, 1 << 20, pinned=True)
     lane = Lane(StreamSide(torch.device("cuda")), buffers)
     lane.use_flags(flags, 0)
-    return lane
+    yield lane  # which has the address of `flags`
 
 
 @on_gpu
