@@ -23,8 +23,8 @@ from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group
 
 JSON_KEYS = [
-    "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "placement", "changes_that_fit",
-    "faster", "machine",
+    "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "gpus", "placement",
+    "changes_that_fit", "faster", "machine",
 ]  # fmt: skip
 SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 ENGINES = {
@@ -278,7 +278,8 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch, presets_built
 
 
 def describe_job_without_memory(config, ranks):
-    return replace(build_job(config, resolve_model(config, "cpu"), detect_ranks()), ranks=ranks)
+    job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
+    return replace(job, ranks=ranks, devices=(ranks.device,))
 
 
 def test_a_preset_that_cannot_be_fetched_is_planned_and_a_run_of_it_refused(

@@ -152,7 +152,10 @@ def test_the_table_is_for_people(plan_text, tmp_path):
         ("--plot front.xls --assume gpus=0,host=1GiB", "the name must end in .png, .pdf or .svg"),
         (f"--verify 2 --assume {LINE}", "--verify runs configurations"),
         ("--num-gpus 2 --machine rtx4090", "--num-gpus 2: the machine has 1 GPUs"),
-        ("--num-gpus 2 --batch-size 1 3 --machine 2xrtx4090", "does not divide over --num-gpus 2; use 2"),
+        (
+            "--engine deepspeed --num-gpus 2 --batch-size 1 3 --machine 2xrtx4090",
+            "does not divide over --num-gpus 2; use 2",
+        ),
         (
             "--max-host-memory 256 --machine rtx4090",
             "has only 64 GiB; for a machine with more use --assume host=256GiB",
@@ -245,43 +248,97 @@ def started(monkeypatch, ranks: int) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_several_gpus_are_planned_as_a_launcher_plans_them(monkeypatch, capfd, plan_json):
-    """The same figures as of `--dry-run` in two ranks, for every engine that runs in two."""
+def test_several_gpus_are_planned_as_they_are_started(monkeypatch, capfd, plan_json):
+    """The same figures as of `--dry-run` of the command: in two ranks of DeepSpeed, and in one process of the stream engine."""
     line = f"{LINE.replace('1x24GiB', '3x24GiB')},disk=3GB/s"
     options = "llama-2-13b --batch-size 2 6 --quant-bits 4 --kv-offload off --assume"
     rows = plan_json(options, line)["configurations"]
-    assert {(each["gpus"], each["batch_size"]) for each in rows} == {(1, 2), (1, 6), (2, 2), (2, 6), (3, 6)}
+    assert {(each["gpus"], each["batch_size"]) for each in rows} == {(n, batch) for n in (1, 2, 3) for batch in (2, 6)}
+    of_three = {each["engine"] for each in rows if (each["gpus"], each["batch_size"]) == (3, 2)}
+    assert "stream" in of_three and "deepspeed" not in of_three, "two sequences do not divide over three ranks"
     of_two = [each for each in rows if (each["gpus"], each["batch_size"]) == (2, 6)]
     assert {each["engine"] for each in of_two} == {"stream", "deepspeed"}, "accelerate is one process"
-    started(monkeypatch, 2)
-    for each in [row for row in of_two if row["engine"] == "deepspeed"]:
-        launcher, options = each["command"].split(" run_model.py ")
-        assert launcher == "deepspeed --num_gpus 2"
+
+    def compare_dry_run(row: dict, options: str) -> list[dict]:
         assert main(["run_model.py", *options.split(), "--dry-run", "--json", "--assume", line]) == 0
         dry = json.loads(capfd.readouterr().out)
-        predicted, (device, host, *_) = dry["predicted"], dry["needs"]
         names = {"prefill_s": "prefill_s", "step_s": "decode_step_s", "tokens_per_s": "decode_throughput"}
         names |= {
             "tokens_per_s_range": "decode_throughput_range",
             "bound_by": "bound_by",
             "bounds_because": "bounds_because",
         }
-        assert {name: each[name] for name in names} == {name: predicted[key] for name, key in names.items()}
-        assert (each["tokens_per_s_range"] is None) == each["at_most"]
-        assert device["needed_bytes"] == each["device_bytes"] and device["which"] == "of each GPU"
-        assert host["needed_bytes"] == each["host_bytes"]
+        assert {name: row[name] for name in names} == {name: dry["predicted"][key] for name, key in names.items()}
+        assert (row["tokens_per_s_range"] is None) == row["at_most"]
+        needs = {
+            place: [need for need in dry["needs"] if need["place"] == place]
+            for place in ("device memory", "host memory")
+        }
+        assert max(need["needed_bytes"] for need in needs["device memory"]) == row["device_bytes"]
+        assert needs["host memory"][0]["needed_bytes"] == row["host_bytes"]
+        return needs["device memory"]
+
+    for row in of_two:
+        launcher, options = row["command"].split(" run_model.py ")
+        if row["engine"] == "stream":
+            assert launcher == "python" and options.endswith("--num-gpus 2")
+            needs = compare_dry_run(row, options)
+            assert [need["which"] for need in needs] == ["of GPU 0", "of GPU 1"], "the first has the vocabulary"
+            continue
+        assert launcher == "deepspeed --num_gpus 2"
+        with monkeypatch.context() as of_launcher:
+            started(of_launcher, 2)
+            (need,) = compare_dry_run(row, options)
+        assert need["which"] == "of each GPU"
 
 
 def test_more_gpus_bring_the_weights_sooner(plan_json):
-    options = "opt-30b --engine stream --quant-bits 16 --kv-offload off --batch-size 8 --max-gpu-memory 14 --assume"
-    line = LINE.replace("1x24GiB", "4x24GiB")
+    options = "opt-30b --engine stream --quant-bits 16 --kv-offload off --batch-size 7 --max-gpu-memory 12 --assume"
+    line = "gpus=4x24GiB,host=256GiB,link=25GB/s,memory=1000GB/s,matmul=150TFLOP/s"
     by = {each["gpus"]: each for each in plan_json(options, line)["configurations"]}
-    assert sorted(by) == [1, 2, 4] and not by[1]["without_cores"] and by[2]["without_cores"]
-    assert "how fast the GPUs exchange weights is not known (--assume peers=)" in by[4]["bounds_because"]
-    assert by[2]["step_s"] / by[4]["step_s"] == pytest.approx(2, rel=0.05), "each link brings half as much"
-    assert by[4]["tokens_per_s"] == pytest.approx(8 / by[4]["step_s"]), "of all ranks"
-    (only,) = plan_json(options, f"{line},peers=link", "--num-gpus", "4")["configurations"]
-    assert only["step_s"] == pytest.approx(4 * by[4]["step_s"], rel=0.05), "each gets all of it over its own link"
+    assert sorted(by) == [1, 2, 4], "any batch goes with any number of GPUs"
+    weight_bytes = 2 * 29_974_540_288
+    for gpus, row in by.items():
+        assert (
+            row["without_cores"]
+            and row["bound_by"] == "link"
+            and row["tokens_per_s"] == pytest.approx(7 / row["step_s"])
+        )
+        share = int(re.match(r"(\d+)% host", row["weights"])[1]) / 100
+        assert row["step_s"] == pytest.approx(share * weight_bytes / (gpus * 25e9), rel=0.02)
+        assert row["bounds_because"] == ["the links of several GPUs may slow each other down"] * (gpus > 1)
+
+
+def test_of_several_gpus_those_that_help_are_used(capfd):
+    """A model that one GPU holds gains nothing by a second; one that streams has twice the link."""
+
+    def dry(options: str) -> dict:
+        where = ["--assume", LINE.replace("1x24GiB", "2x24GiB"), "--dry-run", "--json"]
+        assert main(["run_model.py", *options.split(), "--dummy", "--engine", "stream", *where]) == 0
+        return json.loads(capfd.readouterr().out)
+
+    small, large = dry("--model opt-1.3b"), dry("--model opt-30b")
+    assert small["config"]["num_gpus"] == 1 and small["gpus"] is None
+    assert large["config"]["num_gpus"] == 2 and large["config"]["world_size"] == 1
+    assert [each["layers"] for each in large["gpus"]] == [24, 24]
+    moved = large["moved_per_step"]["host_to_device_bytes_per_step"]
+    assert sum(each["host_to_device_bytes_per_step"] for each in large["gpus"]) == pytest.approx(moved, abs=2)
+    for options, count in (("--model opt-30b --num-gpus 1", 1), ("--model opt-1.3b --num-gpus all", 2)):
+        assert dry(options)["config"]["num_gpus"] == count, "as asked"
+    assert dry("--model opt-30b --num-gpus 1")["faster"][0]["options"] == "--num-gpus all"
+    one = "--model opt-30b --num-gpus 1"
+    assert (
+        main(
+            [
+                "run_model.py",
+                *one.split(),
+                *"--dummy --engine stream --dry-run --assume".split(),
+                "gpus=2x24GiB,host=30GiB",
+            ]
+        )
+        == 2
+    )
+    assert "It would fit with one of: --num-gpus all" in capfd.readouterr().out
 
 
 @pytest.fixture

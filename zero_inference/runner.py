@@ -31,7 +31,7 @@ from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.output import print_plan
-from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_run
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, driven_devices, plan_run
 from zero_inference.planning.search import choose
 from zero_inference.quality.data import find_task_file
 from zero_inference.quality.evaluate import load_tasks, score_run
@@ -128,7 +128,9 @@ def _run(
             print_plan(job, chosen.goal if chosen else None)
         return None
     request = build_request(config, spec, ranks, argv, chosen)
-    files = RunLog(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
+    num_gpus = ranks.world_size * len(driven_devices(config, ranks, machine))  # at most
+    log = log_path(config, ranks, num_gpus)
+    files = RunLog(log, request, Result(environment=Environment(**describe_environment())))
     data_files = [find_task_file(task, config.quality_data) for task in config.quality]
     refuse_shared_files(config, files, spec.snapshot.folder if spec.snapshot else spec.folder, data_files)
     files.check()
@@ -168,18 +170,14 @@ def _measure(
 ) -> tuple[Any, Any, list[str]]:
     """Load and measure; fill `files`. Return the generated ids (int64 [batch, gen_len]), the tokenizer, and the prompts in short."""
     config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
-    num_gpus = plan.job.num_gpus if plan.job.on_gpu else 0
-    files.request = files.request.model_copy(update={"pin_memory": plan.engine_plan.pinned, "num_gpus": num_gpus})
-    if (
-        config.disk_offload and not plan.engine_plan.footprint.disk
-    ):  # each is smaller than what the engine writes to disk
-        files.move(log_path(config, ranks, "cpu"), files.request.model_copy(update={"weights_place": "cpu"}))
+    _note_plan(plan, files)
     check_memory(plan)
     ids, tokenizer, note = prompt_ids(config, spec)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     refuse_differences(ranks, lambda: compared_inputs(spec, ids))
     plan = plan.with_current_memory()  # fetching the weights may have taken an hour
+    _note_plan(plan, files)
     check_memory(plan)
     interpreter.resume_collections()
     files.result.machine = steadiness.machine_load()  # before this run adds to it
@@ -202,6 +200,16 @@ def _measure(
             files.result.quality = score_run(plan.job, loaded, questions, tokenizer, files, progress)
         files.result.add_facts(loaded.facts)
         return session.measurement.output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
+
+
+def _note_plan(plan: Plan, files: RunLog) -> None:
+    """Note in the request where the weights will be and how many GPUs take part, and name the log after that. Raises UsageError."""
+    job, engine_plan = plan.job, plan.engine_plan
+    # with --disk-offload, each weight may be smaller than what the engine writes to disk
+    in_memory = job.config.disk_offload and not engine_plan.footprint.disk
+    place = "cpu" if in_memory else weights_place(job.config, job.ranks)
+    found = {"pin_memory": engine_plan.pinned, "num_gpus": job.num_gpus if job.on_gpu else 0, "weights_place": place}
+    files.move(log_path(job.config, job.ranks, job.num_gpus, place), files.request.model_copy(update=found))
 
 
 def build_request(
@@ -231,12 +239,13 @@ def weights_place(config: RunConfig, ranks: Ranks) -> str:
     return "cpu" if config.offload == "gpu" and ranks.device.type == "cpu" else config.offload
 
 
-def log_path(config: RunConfig, ranks: Ranks, place: str | None = None) -> Path:
-    """Return --log-file, or a file of --log-dir named after the options; `place` is where the weights are if that is not as asked."""
+def log_path(config: RunConfig, ranks: Ranks, num_gpus: int, place: str | None = None) -> Path:
+    """Return --log-file, or a file of --log-dir named after the options and the GPUs of the run (or processes, without a GPU); `place` is
+    where the weights are if that is not as asked."""
     if config.log_file:
         return Path(config.log_file)
     place = place or weights_place(config, ranks)
-    nodes, prefix = (ranks.num_nodes, ranks.local_world_size), LOG_PREFIX.get(config.engine, config.engine)
+    nodes, prefix = (ranks.num_nodes, num_gpus // ranks.num_nodes), LOG_PREFIX.get(config.engine, config.engine)
     work = (config.batch_size, config.prompt_len, config.gen_len, place == "cpu", place == "disk")
     name = get_filename(config.model, *work, *nodes, config.kv_offload, config.quantized, prefix=prefix)
     return Path(config.log_dir) / f"{name}.log"

@@ -208,19 +208,19 @@ class Options:
     cpu_compute: str = _stream(
         AUTO,
         "share (0 to 1) of the weights in host memory that the CPU multiplies from there; the link copies the others. auto: the "
-        "share with which CPU and link finish together; with several GPUs none",
+        "share with which CPU and link finish together",
         kind="cpu share",
         metavar="auto|off|SHARE",
     )
     cpu_threads: int | None = _stream(
         None,
-        "CPU threads that compute, for all ranks of the host together",
-        default_help="the physical cores near the GPUs, less one a rank; without a GPU as many as PyTorch uses",
+        "CPU threads that compute, for all GPUs together",
+        default_help="the physical cores near the GPUs, less one; without a GPU as many as PyTorch uses",
         least=1,
     )
     decode_graph: str = _stream(
         AUTO,
-        "replay decode steps as CUDA graphs if they give the same results, with one GPU. auto: unless that is clearly slower",
+        "replay decode steps as CUDA graphs if they give the same results. auto: unless that is clearly slower",
         kind="word",
         choices=(AUTO, "on", "off"),
     )

@@ -12,6 +12,7 @@ An engine is a module with these functions:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -133,6 +134,11 @@ class Job:
     def cache_device_bytes(self) -> int:  # KV cache and other state
         return self.kv_device_bytes + self.state_bytes()
 
+    def cache_bytes_on(self, share: float) -> int:
+        """Return the `cache_device_bytes` of a device with a share (0 to 1) of the layers. A KV cache in host memory has slots on each."""
+        kv_bytes = self.kv_device_bytes if self.config.kv_offload else math.ceil(share * self.kv_device_bytes)
+        return kv_bytes + math.ceil(share * self.state_bytes())
+
     @property
     def min_cache_device_bytes(self) -> int:
         """Lower bound of `cache_device_bytes`: transformers' own cache drops positions that left a sliding window."""
@@ -176,7 +182,7 @@ class CostTerms:
     """The defaults are an engine that copies what it needs while the device computes everything.
 
     Attributes:
-        prefill_link_gb_per_s: rate of the link in a prefill; None where it is the rate of plain copies.
+        prefill_link_gb_per_s: rate of all links in a prefill; None where it is the rate of plain copies.
         link_beside_cpu_gb_per_s, cpu_beside_link_gb_per_s: rates of all links and of the CPU while both work in a step; None where the
             CPU backend is not used.
         overhead_negligible: hooks and dequantization may be left out where they were not measured; otherwise times are lower bounds.
@@ -236,22 +242,27 @@ class EnginePlan:
 
     @property
     def device_peak_bytes(self) -> int:
-        """Peak device memory of a rank: in the prefill, or at the last step if the cache grows until then."""
+        """Peak memory of the device of a rank, or of the one that has most: in the prefill, or at the last step if the cache grows."""
+        return max(self.peak_bytes_on(device) for device in range(len(self.job.devices)))
+
+    def peak_bytes_on(self, device: int) -> int:
+        """Return the peak memory of one of `job.devices`, by its index."""
         job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
+        weights, share = self.weight_bytes_on(device), self.layer_share_on(device)
         if self.preallocated_cache or job.config.kv_offload:
             cpu_attention = job.config.kv_offload and not self.copies_kv
-            cache = job.state_bytes() if cpu_attention else job.cache_device_bytes
-            return self.footprint.device + workspace + cache + job.activation_bytes
+            cache = math.ceil(share * job.state_bytes()) if cpu_attention else job.cache_bytes_on(share)
+            return weights + workspace + cache + job.activation_bytes
         logits = job.rank_batch * logits_bytes(job.spec)
         # a layer's keys (or values) exist twice while a growing cache is copied
-        last_step = self.footprint.device + job.cache_device_bytes + max(job.largest_layer_kv_bytes // 2, logits)
-        return workspace + max(self.prefill_weights_and_cache_bytes + job.activation_bytes, last_step)
+        last_step = weights + job.cache_bytes_on(share) + max(job.largest_layer_kv_bytes // 2, logits)
+        return workspace + max(self.prefill_bytes_on(device) + job.activation_bytes, last_step)
 
-    @property
-    def prefill_weights_and_cache_bytes(self) -> int:
-        """Peak bytes of weights and growing KV cache on the device in a prefill."""
-        length = self.job.config.prompt_len
-        return self.footprint.device + self.job.kv_bytes(length) + self.job.state_bytes(length)
+    def prefill_bytes_on(self, device: int) -> int:
+        """Return the peak bytes of weights and growing KV cache on a device in a prefill."""
+        job, length = self.job, self.job.config.prompt_len
+        cache = math.ceil(self.layer_share_on(device) * (job.kv_bytes(length) + job.state_bytes(length)))
+        return self.weight_bytes_on(device) + cache
 
     def host_peak_bytes(self, measuring_bytes: int = 0) -> int:
         """Return the peak host memory of a rank without libraries, in loading, measuring or generating; includes a CPU's device memory.
@@ -271,8 +282,31 @@ class EnginePlan:
     # Engines may override these
 
     @property
+    def layer_devices(self) -> Sequence[int]:
+        """The device of each decoder layer, by its index in `job.devices`; empty if all are on the first one."""
+        return ()
+
+    def layer_share_on(self, device: int) -> float:
+        """Return the share (0 to 1) of the decoder layers that are on a device."""
+        devices = self.layer_devices
+        return devices.count(device) / len(devices) if devices else float(device == 0)
+
+    def weight_bytes_on(self, device: int) -> int:
+        """Return the bytes of weights, ring slots and workspace on a device."""
+        return self.footprint.device if device == 0 else 0
+
+    def fetched_bytes_on(self, device: int) -> int:
+        """Return the part of `fetched_bytes` that crosses the link of a device."""
+        return self.fetched_bytes if device == 0 else 0
+
+    @property
     def min_free_device_bytes(self) -> int:
-        return self.device_peak_bytes
+        """Bytes that have to be free on the device, or on the one that needs most."""
+        return max(self.min_free_bytes_on(device) for device in range(len(self.job.devices)))
+
+    def min_free_bytes_on(self, device: int) -> int:
+        """Return the bytes that have to be free on a device."""
+        return self.peak_bytes_on(device)
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return the `values` of parameter `name` after quantizing and dequantizing, if this engine quantizes it."""

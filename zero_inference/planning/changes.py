@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from zero_inference.config.option import ALL
 from zero_inference.config.options import (
     DEFAULTS,
     MIN_RING_DEPTH,
@@ -21,7 +22,7 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.planning.memory import node_needs
-from zero_inference.planning.plan import Plan, plan_with
+from zero_inference.planning.plan import Plan, driven_devices, plan_with
 from zero_inference.utils.format import significant
 
 Fields = dict[str, Any]  # other values of options, by field name of RunConfig
@@ -64,7 +65,9 @@ def _changes(job: Job) -> list[Fields]:
     changes: list[Fields] = []
     if config.engine == "deepspeed" and config.offload == "gpu":
         changes.append({"cpu_offload": True})
-    if config.engine == "resident":
+    if _leaves_gpus_out(job):
+        changes.append({"num_gpus": ALL})
+    if config.engine == "resident" and ranks == 1:
         changes.append({"engine": "stream"})
     if not config.kv_offload and why_not_offloaded(job.empty_model.model) is None:
         changes.append({"kv_offload": True})
@@ -81,9 +84,15 @@ def _changes(job: Job) -> list[Fields]:
         changes.append({"pin_memory": 0})
     if not config.disk_offload:
         engine = config.engine if config.engine == "accelerate" else "deepspeed"
-        defaults = {name: DEFAULTS[name] for name in STREAM_OPTIONS}
+        defaults = {name: DEFAULTS[name] for name in (*STREAM_OPTIONS, "num_gpus")}
         changes.append({"engine": engine, "disk_offload": True, "cpu_offload": False, **defaults})
     return changes
+
+
+def _leaves_gpus_out(job: Job) -> bool:
+    """Return whether `--num-gpus` names fewer GPUs than the machine has."""
+    every = driven_devices(replace(job.config, num_gpus=None), job.ranks, job.machine)
+    return job.config.num_gpus is not None and len(every) > len(job.devices)
 
 
 def _pairs(job: Job) -> list[Fields]:
@@ -110,7 +119,11 @@ def _options_that_fit(choices: Iterable[Fields], job: Job) -> Iterator[str]:
 def _options(config: RunConfig, fields: Fields) -> str:
     """Return the options to add to a command, and those to drop: "--engine deepspeed --disk-offload instead of --gpu-memory"."""
     changed = {name: value for name, value in fields.items() if value != getattr(config, name)}
-    drop = [name for name in ("cpu_offload", *STREAM_OPTIONS) if name in changed and changed[name] == DEFAULTS[name]]
+    drop = [
+        name
+        for name in ("cpu_offload", "num_gpus", *STREAM_OPTIONS)
+        if name in changed and changed[name] == DEFAULTS[name]
+    ]
     add = shell_words({name: value for name, value in changed.items() if name not in drop})
     # --cpu-offload was not typed where the stream engine implies it
     flags = [OPTIONS[name].flag for name in drop if name != "cpu_offload" or config.engine != "stream"]
@@ -134,8 +147,8 @@ class Faster:
 
 
 def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
-    """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch
-    (not with the goal "latency"); none with the goal "memory", where no speed is predicted, and for several ranks.
+    """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, all GPUs, fewer bits, larger
+    batch (not with the goal "latency"); none with the goal "memory", where no speed is predicted, and for several ranks.
 
     If another engine is named, fewer bits have to be `MIN_SPEEDUP` times as fast as that.
     """
@@ -152,7 +165,8 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     if goal == "latency" or config.prompt or config.prompts:
         batches = []
     found, engine_speedup = [], 1.0  # of the engine in `found`
-    for choices in (engines, bits, batches):
+    more_gpus: list[Fields] = [{"num_gpus": ALL}] if _leaves_gpus_out(plan.job) else []
+    for choices in (engines, more_gpus, bits, batches):
         plans = [(fields, fitting_plan(plan.job, fields)) for fields in choices]
         timed = [(fields, other) for fields, other in plans if other and other.times]
         if not timed:
@@ -160,7 +174,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
         fields, best = max(timed, key=lambda each: each[1].tokens_per_s)
         speedup = best.tokens_per_s / plan.tokens_per_s
         if speedup >= MIN_SPEEDUP * (engine_speedup if choices is bits else 1.0):
-            shown = ("engine", "quant_bits", "batch_size")  # the offload follows from the engine
+            shown = ("engine", "num_gpus", "quant_bits", "batch_size")  # the offload follows from the engine
             options = shell_words({name: value for name, value in fields.items() if name in shown})
             found.append(Faster(" ".join(options), best.tokens_per_s, speedup, best.times.is_bound))
             engine_speedup = speedup if choices is engines else engine_speedup
@@ -179,15 +193,18 @@ def check_memory(plan: Plan) -> None:
     """Raises UsageError where weights, KV cache and ids, or all of them, exceed the memory. Only what is needed for certain counts: no
     activations and no gathered weights, which `--dry-run` estimates."""
     job, footprint = plan.job, plan.engine_plan.footprint
-    device, host = footprint.device - footprint.gathered, footprint.host
-    loading = max(host, footprint.loading - (0 if job.on_gpu else device))  # host memory besides the device's bytes
-    cache_device = job.min_cache_device_bytes
+    devices, host = range(len(job.devices)), footprint.host
+    weights = [plan.engine_plan.weight_bytes_on(device) - footprint.gathered for device in devices]
+    loading = max(
+        host, footprint.loading - (0 if job.on_gpu else sum(weights))
+    )  # host memory besides the device's bytes
+    cache = [int(plan.engine_plan.layer_share_on(device) * job.min_cache_device_bytes) for device in devices]
     cache_host = job.kv_host_bytes + 8 * job.config.batch_size * job.length  # every rank has all ids, as int64
     cache_name = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
     for what, device_bytes, host_bytes in (
-        ("its weights and their buffers", device, loading),
-        (cache_name, cache_device, cache_host),
-        (f"its weights, {cache_name}", device + cache_device, host + cache_host),
+        ("its weights and their buffers", weights, loading),
+        (cache_name, cache, cache_host),
+        (f"its weights, {cache_name}", list(map(sum, zip(weights, cache))), host + cache_host),
     ):
         for need in node_needs(job, device_bytes, host_bytes):
             if not need.fits:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.config.checks import batch_advice
 from zero_inference.config.option import ALL, SIZE_HELP, Option
-from zero_inference.config.options import MAX_GIB, OPTIONS
+from zero_inference.config.options import MAX_GIB, MULTI_GPU_ENGINES, OPTIONS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig, add_model, model_argument
 from zero_inference.errors import UsageError
@@ -167,12 +167,12 @@ def search(args: argparse.Namespace, say: Callable[[str], None]) -> SearchResult
     ranks = machine.ranks_there(ranks)
     spec = resolve_for_plan(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
-    world_sizes, limited = _world_sizes(args, machine.gpus()), _limit_memory(args, machine)
+    gpus, limited = _numbers_of_gpus(args, machine.gpus()), _limit_memory(args, machine)
     measure_if_unknown(machine, say)
     asked = {"engines": args.engine, "quant_bits": args.quant_bits, "batch_sizes": args.batch_size}
     asked |= {"kv_offload": args.kv_offload and [args.kv_offload == "on"]}
     given: dict[str, Any] = {name: tuple(dict.fromkeys(choices)) for name, choices in asked.items() if choices}
-    found = find_candidates(build_job(config, spec, ranks, machine=limited), world_sizes=world_sizes, **given)
+    found = find_candidates(build_job(config, spec, ranks, machine=limited), gpus=gpus, **given)
     found.candidates = ranked(found.candidates, args.goal)
     if args.verify and found.candidates:
         found.candidates = verify(found.candidates, args.verify, args.goal, say)
@@ -201,14 +201,15 @@ def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
     return replace(machine, device_limit_bytes=device_bytes, host_limit_bytes=host_bytes)
 
 
-def _world_sizes(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:
-    """Return the numbers of ranks to plan for: --num-gpus, or 1, 2, 4 and so on, and all GPUs; 1 for a machine without a GPU.
-    Raises UsageError: the machine has fewer GPUs, or no batch divides over them."""
+def _numbers_of_gpus(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:
+    """Return the numbers of GPUs to plan for: --num-gpus, or 1, 2, 4 and so on, and all; 1 for a machine without a GPU.
+    Raises UsageError: the machine has fewer GPUs, or no batch divides over the ranks of the engines."""
     asked = [gpus if number == ALL else number for number in args.num_gpus or ()]
     for number in asked:
         if not 1 <= number <= gpus:
             raise UsageError(f"--num-gpus {number}: the machine has {gpus} GPUs; use at most that, or drop it.")
-    sizes = asked or [*(1 << power for power in range(gpus.bit_length())), max(1, gpus)]
-    if args.batch_size and all(size % number for size in args.batch_size for number in sizes):
-        raise UsageError(f"{batch_advice(args.batch_size[0], min(sizes), f'--num-gpus {min(sizes)}')}.")
-    return tuple(sorted(set(sizes)))
+    numbers = asked or [*(1 << power for power in range(gpus.bit_length())), max(1, gpus)]
+    divided = args.engine and not set(MULTI_GPU_ENGINES).intersection(args.engine)
+    if args.batch_size and divided and all(size % number for size in args.batch_size for number in numbers):
+        raise UsageError(f"{batch_advice(args.batch_size[0], min(numbers), f'--num-gpus {min(numbers)}')}.")
+    return tuple(sorted(set(numbers)))

@@ -15,8 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from zero_inference.engines.base import CpuWork, EnginePlan
-from zero_inference.hardware.profile import dequantize_gb_per_s, device_attention_s, find_engine_overhead, product_time
+from zero_inference.engines.base import CpuWork, EnginePlan, Job
+from zero_inference.hardware.profile import (
+    dequantize_gb_per_s,
+    device_attention_s,
+    find_engine_overhead,
+    links_gb_per_s,
+    product_time,
+)
 from zero_inference.kernels.products import pairs_together
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.tracing import Operator, Pass
@@ -144,14 +150,14 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
     prefill = pass_time(plan, machine, prompt, prefill=True)
     step = pass_time(plan, machine, one_token, prefill=False)
     dtype = job.spec.dtype_name
-    fetches_by_several = job.ranks.world_size > 1 and bool(plan.moved_per_step().host_to_device_bytes_per_step)
+    fetches_by_several = job.num_gpus > 1 and bool(plan.moved_per_step().host_to_device_bytes_per_step)
     lacks_peers = bool(plan.exchanged_bytes(plan.fetched_bytes)) and machine.peers_gb_per_s is None
     reasons = {
         "rates are from datasheets, which no run reaches": machine.source == "datasheet",
         f"the rate of {dtype} matrix products is not known": machine.matmul_tflops.get(dtype) is None,
         f"the overhead of {config.engine} was not measured": lacks_overhead,
         "how fast the GPUs exchange weights is not known (--assume peers=)": lacks_peers,
-        "the links of several GPUs may slow each other down": fetches_by_several,
+        "the links of several GPUs may slow each other down": fetches_by_several and machine.all_links_gb_per_s is None,
     }
     bounds_because = tuple(reason for reason, holds in reasons.items() if holds)
     if bounds_because:
@@ -381,22 +387,21 @@ def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dic
     """Return the seconds of a pass's copies by key of `RATE_WORDS`. Raises NotPredictable where a rate is missing."""
     job, config, terms, ranks = plan.job, plan.job.config, plan.cost_terms, plan.job.ranks.world_size
     fetched_bytes = terms.prefill_fetched_bytes if prefill else plan.fetched_bytes
-    beside_cpu_gb_per_s = terms.prefill_link_gb_per_s
-    if not prefill:  # the rate of all links
-        beside_cpu_gb_per_s = terms.link_beside_cpu_gb_per_s and terms.link_beside_cpu_gb_per_s / ranks
-    kv_bytes: float = plan.copied_kv_bytes / ranks
+    beside_cpu_gb_per_s = terms.prefill_link_gb_per_s if prefill else terms.link_beside_cpu_gb_per_s
+    kv_bytes = plan.copied_kv_bytes
     if prefill:
-        kv_bytes = job.kv_bytes(config.prompt_len) if job.on_gpu and config.kv_offload else 0
+        kv_bytes = ranks * job.kv_bytes(config.prompt_len) if job.on_gpu and config.kv_offload else 0
 
     def link_s(nbytes: float, pinned: bool, gb_per_s: float | None = None) -> float:
-        if not pinned:
-            return _seconds(nbytes, gb_per_s or machine.pageable_link_gb_per_s, "pageable copies (pageable=)")
+        """Return the seconds in which `nbytes` cross all links, by their rate together."""
+        if not pinned:  # the host copies them itself: a process to one GPU at a time
+            return _seconds(nbytes / ranks, gb_per_s or machine.pageable_link_gb_per_s, "pageable copies (pageable=)")
         name = "the link (link=)" if job.on_gpu else "copies in host memory (link=)"
-        return _seconds(nbytes, gb_per_s or machine.link_gb_per_s, name)
+        return _seconds(nbytes, gb_per_s or run_links_gb_per_s(job, machine), name)
 
     weights_s = 0.0
     if job.on_gpu or terms.copies_within_host:
-        weights_s = link_s(fetched_bytes / ranks, plan.pinned or not job.on_gpu, beside_cpu_gb_per_s)
+        weights_s = link_s(fetched_bytes, plan.pinned or not job.on_gpu, beside_cpu_gb_per_s)
     kv_s = link_s(kv_bytes, config.pin_kv_cache, beside_cpu_gb_per_s if config.pin_kv_cache and not prefill else None)
     peers_on_link_s, peers_s = exchange_s(plan, machine, fetched_bytes)
     weights_s += peers_on_link_s
@@ -407,6 +412,13 @@ def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dic
         "peers": peers_s,
         "disk": _seconds(plan.disk_bytes, disk_gb_per_s, "the disk (disk=)"),
     }
+
+
+def run_links_gb_per_s(job: Job, machine: HardwareProfile) -> float | None:
+    """Return the rate of plain copies over all links of a run together; None if unknown."""
+    nodes = job.ranks.num_nodes
+    of_node = links_gb_per_s(machine, job.num_gpus // nodes) if job.on_gpu else machine.link_gb_per_s
+    return of_node and of_node * (nodes if job.on_gpu else job.ranks.world_size)
 
 
 def exchange_s(plan: EnginePlan, machine: HardwareProfile, fetched_bytes: int) -> tuple[float, float]:

@@ -57,9 +57,10 @@ def without_page_locked(needs: Sequence[Need]) -> list[Need]:
 def memory_needs(plan: EnginePlan) -> list[Need]:
     """Return what one node needs, over its ranks."""
     job, footprint, ranks = plan.job, plan.footprint, plan.job.ranks.local_world_size
-    device_bytes = plan.device_peak_bytes if job.on_gpu else 0
-    reserve_bytes = max(0, plan.min_free_device_bytes - device_bytes) if job.on_gpu else 0
-    needs = node_needs(job, device_bytes, plan.host_peak_bytes(), reserve_bytes)
+    devices = range(len(job.devices)) if job.on_gpu else ()
+    peaks = list(map(plan.peak_bytes_on, devices))
+    reserves = [max(0, plan.min_free_bytes_on(device) - peaks[device]) for device in devices]
+    needs = node_needs(job, peaks, plan.host_peak_bytes(), reserves)
     if job.on_gpu:  # the driver ignores the memlock limit
         pinned_bytes = footprint.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
         needs.append(Need(PAGE_LOCKED, pinned_bytes * ranks, job.machine.available_host_bytes()))
@@ -69,16 +70,24 @@ def memory_needs(plan: EnginePlan) -> list[Need]:
     return needs
 
 
-def node_needs(job: Job, device_bytes: int, host_bytes: int, reserve_bytes: int = 0) -> list[Need]:
-    """Return the needs of a node for a rank's bytes on its device and in host memory; without a GPU the device is host memory."""
+def node_needs(job: Job, device_bytes: Sequence[int], host_bytes: int, reserves: Sequence[int] = ()) -> list[Need]:
+    """Return the needs of a node for a rank's bytes on each of its devices and in host memory, one for all GPUs that are alike.
+
+    Args:
+        device_bytes: of each device; without a GPU, in host memory.
+        reserves: bytes that have to stay free on each device besides.
+    """
     ranks, available = job.ranks.local_world_size, job.machine.available_host_bytes()
     if not job.on_gpu:
-        return [Need(HOST_MEMORY, (device_bytes + host_bytes) * ranks, available)]
-    which = "of each GPU" if ranks > 1 else ""
-    return [
-        Need(DEVICE_MEMORY, device_bytes, job.free_device_bytes, which, reserve_bytes),
-        Need(HOST_MEMORY, host_bytes * ranks, available),
+        return [Need(HOST_MEMORY, (sum(device_bytes) + host_bytes) * ranks, available)]
+    every = list(zip(device_bytes, job.free_by_device, reserves or [0] * len(device_bytes), strict=True))
+    several = "of each GPU" if ranks > 1 or len(every) > 1 else ""
+    alike = len(set(every)) == 1
+    needs = [
+        Need(DEVICE_MEMORY, nbytes, free, several if alike else f"of GPU {index}", reserve)
+        for index, (nbytes, free, reserve) in enumerate(every[:1] if alike else every)
     ]
+    return [*needs, Need(HOST_MEMORY, host_bytes * ranks, available)]
 
 
 def log_sizes(job: Job) -> dict[str, int]:

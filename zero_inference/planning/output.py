@@ -101,6 +101,7 @@ def _print_table(args: argparse.Namespace, found: SearchResult, verdict: str) ->
     comment = f"  # {' '.join(options)}" if options else ""  # only a dry run takes these options
     for row, plan in [(row, plan) for row, plan in zip(rows, plans) if not plan.failed][:SHOWN_COMMANDS]:
         print(f"{row['place']}. {plan.describe(work=True)}:\n   {row['command']}{comment}")
+        print("".join(f"   {label}: {text}\n" for label, text in plan.describe_gpus()), end="")
     print(f"For the details of one, add {' '.join(['--dry-run', *options])}.", flush=True)
 
 
@@ -118,7 +119,7 @@ def row_of(plan: Plan, times: Times | None) -> dict[str, Any]:
     return {
         "engine": config.engine,
         "quant_bits": config.quant_bits,
-        "gpus": plan.job.ranks.world_size if plan.job.on_gpu else 0,
+        "gpus": plan.job.num_gpus if plan.job.on_gpu else 0,
         "weights": plan.short_placement,
         "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
         "batch_size": config.batch_size,
@@ -177,7 +178,7 @@ def draw(candidates: Sequence[Plan], path: Path, title: str) -> None:
         return [1e3 * each.times.step.seconds for each in group], [each.tokens_per_s for each in group]
 
     def kind(each: Plan) -> str:
-        return f"{each.job.config.engine}, {each.job.config.quant_bits} bits, {each.job.ranks.world_size} GPUs"
+        return f"{each.job.config.engine}, {each.job.config.quant_bits} bits, {each.job.num_gpus} GPUs"
 
     for label in dict.fromkeys(map(kind, candidates)):
         axes.scatter(*points([each for each in candidates if kind(each) == label]), label=label, s=28)
@@ -244,6 +245,7 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     cache = f"{format_bytes(log_sizes(job)['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"
     rows += [("weights", weights), ("KV cache", cache)]
     if plan is not None:
+        rows += plan.describe_gpus()
         rows += [("decode", line) for line in plan.engine_plan.in_words()] + [("experts", plan.unchosen_experts or "")]
         if limit := _limit(plan):
             about = "about" if plan.engine_plan.cost_terms.depends_on_routing else "at most"
@@ -274,6 +276,7 @@ def _plan_in_json(
                        `bounds_because`: why times are lower bounds; `left_out`: what they do not count
     limit              of a described machine, by its rates alone
     moved_per_step     bytes of a decode step, over all ranks, by the record's names
+    gpus               where one process drives several: layers, peak bytes and bytes over the link in a decode step of each
     changes_that_fit   options to add, each for itself, where it does not fit
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """
@@ -283,6 +286,7 @@ def _plan_in_json(
         "dtype": job.spec.dtype_name,
         "model_type": job.spec.config.model_type,
         "world_size": job.ranks.world_size,
+        "num_gpus": plan.job.num_gpus if plan and job.on_gpu else job.config.num_gpus,
         "pin_memory": weights.pinned if weights else job.pin_weights,
     }
     return {
@@ -308,6 +312,7 @@ def _plan_in_json(
         },
         "limit": plan and _limit(plan),
         "moved_per_step": weights and weights.moved_per_step().as_dict(),
+        "gpus": plan and (plan.by_gpu or None),
         "placement": [weights.describe_location(), *weights.in_words()] if weights else [],
         "changes_that_fit": list(changes),
         "faster": [asdict(each) for each in faster],

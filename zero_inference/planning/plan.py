@@ -9,8 +9,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.options import DEFAULTS, OPTIONS, SHORT_DTYPES
+from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, OPTIONS, SHORT_DTYPES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress
@@ -25,6 +27,7 @@ from zero_inference.norms.patch import check_norm_kernels_option
 from zero_inference.planning.cost import RANGES, NotPredictable, Times, predict_load_s, predict_times
 from zero_inference.planning.memory import Need, memory_needs
 from zero_inference.records.schema import Predicted
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
 
 
@@ -145,7 +148,8 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """Bytes on all devices and in host memory."""
-        rank_bytes = self.engine_plan.host_peak_bytes() + (self.engine_plan.device_peak_bytes if self.job.on_gpu else 0)
+        plan, devices = self.engine_plan, range(len(self.job.devices))
+        rank_bytes = plan.host_peak_bytes() + (sum(map(plan.peak_bytes_on, devices)) if self.job.on_gpu else 0)
         return self.job.ranks.world_size * rank_bytes
 
     @functools.cached_property
@@ -193,10 +197,31 @@ class Plan:
 
     def describe(self, work: bool = False) -> str:
         """Return a text such as "stream int4, 56% host (CPU 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
-        config, gpus = self.job.config, self.job.ranks.world_size
+        config, gpus = self.job.config, self.job.num_gpus
         stored = f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[self.job.spec.dtype_name]
         text = f"{config.engine} {stored}, {self.short_placement}{', KV host' if config.kv_offload else ''}"
         return text + f", batch {config.batch_size}" * work + f", {gpus} GPUs" * (work and gpus > 1)
+
+    @property
+    def by_gpu(self) -> list[dict[str, int]]:
+        """Layers, peak bytes and bytes over the link in a decode step of each GPU, where one process drives several; else empty."""
+        plan, devices = self.engine_plan, self.engine_plan.layer_devices
+        return [
+            {
+                "index": device,
+                "layers": devices.count(device),
+                "peak_bytes": plan.peak_bytes_on(device),
+                "host_to_device_bytes_per_step": plan.fetched_bytes_on(device)
+                + round(plan.layer_share_on(device) * plan.copied_kv_bytes),
+            }
+            for device in range(len(self.job.devices) if devices else 0)
+        ]
+
+    def describe_gpus(self) -> list[tuple[str, str]]:
+        """Return the layers on each GPU and the bytes over each link, as label and text; nothing with one GPU."""
+        layers = [f"{each['layers']} on GPU {each['index']}" for each in self.by_gpu]
+        sent = [f"{format_bytes(each['host_to_device_bytes_per_step'])} to GPU {each['index']}" for each in self.by_gpu]
+        return [("layers", ", ".join(layers)), ("links", f"each decode step {', '.join(sent)}")] if self.by_gpu else []
 
     @property
     def unchosen_experts(self) -> str | None:
@@ -240,16 +265,35 @@ def build_job(
     machine: Machine = THIS_MACHINE,
     empty_model: EmptyModel | None = None,
 ) -> Job:
-    """Read the free memory of the device, or the least of all ranks (a collective), and build the empty model if needed.
+    """Read the free memory of the devices, or the least of all ranks (a collective), and build the empty model if needed.
     Raises UsageError: transformers cannot build the model."""
     empty_model = empty_model or build_empty_model(spec)
-    least = ranks if least_of_ranks else None
-    return Job(config, spec, ranks, empty_model, machine.free_device_bytes((ranks.device,), least), group, machine)
+    devices = driven_devices(config, ranks, machine)
+    free = machine.free_device_bytes(devices, ranks if least_of_ranks else None)
+    return Job(config, spec, ranks, empty_model, free, group, machine, devices)
+
+
+def driven_devices(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[torch.device, ...]:
+    """Return the devices that this process drives: that of its rank, or as many GPUs as `--num-gpus` names, by default all."""
+    if config.engine not in MULTI_GPU_ENGINES or ranks.world_size > 1 or ranks.device.type == "cpu":
+        return (ranks.device,)
+    count = config.num_gpus if isinstance(config.num_gpus, int) else machine.gpus()
+    return (ranks.device, *(torch.device("cuda", index) for index in range(1, count)))
+
+
+def with_options(job: Job, config: RunConfig) -> Job:
+    """Return `job` with other options, for this rank alone, with the devices that they ask for and what is free there."""
+    devices = driven_devices(config, job.ranks, job.machine)
+    if devices == job.devices:
+        return replace(job, config=config, group=None)
+    free = job.machine.free_device_bytes(devices)
+    return replace(job, config=config, group=None, devices=devices, free_by_device=free)
 
 
 def make_plan(job: Job) -> Plan:
-    """Place the weights of `job` without loading anything; a collective where `job.group` is set. An alternative of the engine is taken
-    where its predicted step is shorter.
+    """Place the weights of `job` without loading anything; a collective where `job.group` is set.
+
+    Unless `--num-gpus` is given, the plan uses either all of `job.devices` or the first alone, whichever decodes faster.
 
     Raises:
         UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
@@ -264,6 +308,32 @@ def make_plan(job: Job) -> Plan:
         raise UsageError(f"--model {job.spec.name}: {job.spec.config.model_type} {problem}; run it in transformers.")
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
+    if job.config.num_gpus is not None or len(job.devices) == 1:
+        return _plan_for_devices(job)
+    plans: list[Plan] = []
+    refused: DoesNotFit | None = None
+    for each in (job, replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])):
+        try:
+            plans.append(_plan_for_devices(each))
+        except DoesNotFit as error:
+            refused = refused or error
+    if refused is not None and not plans:
+        raise refused
+    return _more_gpus_if_they_help(*plans) if len(plans) == 2 else plans[0]
+
+
+def _more_gpus_if_they_help(several: Plan, one: Plan) -> Plan:
+    """Return the plan that fits, then the one with the shorter step; without times that of one GPU only if it holds all weights."""
+    if several.fits != one.fits:
+        return several if several.fits else one
+    if several.times is None or one.times is None:
+        footprint = one.engine_plan.footprint
+        return several if footprint.host or footprint.disk else one
+    return several if several.times.step.seconds < one.times.step.seconds else one
+
+
+def _plan_for_devices(job: Job) -> Plan:
+    """Return the plan of the engine, or its alternative where the predicted step of that is shorter."""
     plan = _without_cpu_prefill_if_slower(Plan(job, engine_module(job.config.engine).plan(job)))
     alternative = None if job.machine.profile() is None else plan.engine_plan.alternative()
     if alternative is None or plan.times is None:
@@ -298,4 +368,4 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: Empt
 def plan_with(job: Job, **fields: Any) -> Plan:
     """Return the plan of the same model and machine with other options, to be compared and not loaded; this rank alone makes it.
     Raises UsageError: the options cannot work."""
-    return make_plan(replace(job, config=replace(job.config, **fields).validate(), group=None))
+    return make_plan(with_options(job, replace(job.config, **fields).validate()))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan, Job
-from zero_inference.planning.cost import exchange_s
+from zero_inference.planning.cost import exchange_s, run_links_gb_per_s
 from zero_inference.records.hardware import Limit, Rates, StepBounds
 from zero_inference.records.schema import MovedPerStep
 
@@ -93,12 +93,12 @@ def planned_step_bound(plan: EnginePlan, machine: HardwareProfile) -> tuple[str,
     """Return the rate that binds a planned decode step, a key of `RATE_WORDS`, and its seconds, which a run there would be
     compared with; None without any rate, or without that of a link or disk that the step uses."""
     job, terms, moved = plan.job, plan.cost_terms, plan.moved_per_step()
-    link_gb_per_s, disk_gb_per_s = machine.link_gb_per_s, machine.disk_gb_per_s
+    link_gb_per_s, disk_gb_per_s = run_links_gb_per_s(job, machine), machine.disk_gb_per_s
     lacks_link = job.on_gpu and moved.host_to_device_bytes_per_step and not link_gb_per_s
     if lacks_link or (moved.disk_read_bytes_per_step and not disk_gb_per_s):
         return None
     rates = Rates(
-        link_gb_per_s=(link_gb_per_s or float("inf")) * job.ranks.world_size,  # each GPU has a link
+        link_gb_per_s=link_gb_per_s or float("inf"),
         link_spread=0.0,
         link_kind="",
         device_copy_gb_per_s=machine.device_gb_per_s,

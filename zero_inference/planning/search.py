@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, OPTIONS, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.config.options import (
+    DEFAULTS,
+    MIN_RING_DEPTH,
+    MULTI_GPU_ENGINES,
+    OPTIONS,
+    QUANT_BITS,
+    QUANTIZING_ENGINES,
+)
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
@@ -20,8 +27,8 @@ from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.spec import ModelSpec, checkpoint_refusal
 from zero_inference.planning.changes import BATCH_SIZES, Fields
-from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED
-from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with
+from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with, with_options
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import AutoChoice
 from zero_inference.utils import GB
@@ -73,16 +80,15 @@ def find_candidates(
     batch_sizes: Collection[int] = BATCH_SIZES,
     kv_offload: Sequence[bool] = (False, True),
     offload: Fields | None = None,
-    world_sizes: Collection[int] | None = None,
+    gpus: Collection[int] | None = None,
 ) -> SearchResult:
     """Plan all configurations of these for the model and machine of `job`, those with weights on disk only where no other fits.
 
     Args:
         offload: options of where the weights are stored; by default those of OFFLOADS.
-        world_sizes: numbers of ranks with a GPU each, ascending; by default the job's.
+        gpus: numbers of GPUs, ascending, of one process or with a rank for each, as the engine does; by default those of the job.
     """
     found = SearchResult(job)
-    jobs = [job] if world_sizes is None else [_with_ranks(job, count) for count in world_sizes]
     weights = [
         {"engine": engine, "quant_bits": bits, "cpu_offload": False, "disk_offload": False} | each
         for engine in engines
@@ -96,6 +102,7 @@ def find_candidates(
             if not on_disk:
                 fields["offload_dir"] = DEFAULTS["offload_dir"]
             too_large: list[Plan] = []
+            jobs = [job] if gpus is None else [_with_gpus(job, str(fields["engine"]), count) for count in gpus]
             for each in jobs:
                 planned = _plan_batches(each, fields, batch_sizes, kv_offload)
                 found.candidates += planned.candidates
@@ -108,13 +115,15 @@ def find_candidates(
     return found
 
 
-def _with_ranks(job: Job, count: int) -> Job:
-    """Return `job` for `count` ranks of one node, with the least free memory of their GPUs; no rank is started."""
-    if count == job.ranks.world_size:
-        return job
+def _with_gpus(job: Job, engine: str, count: int) -> Job:
+    """Return `job` for an engine and GPUs of one node: one process drives them, or `count` ranks do, of which none is started."""
+    if engine in MULTI_GPU_ENGINES:
+        named = count if job.machine.gpus() > 1 else None
+        return with_options(job, replace(job.config, engine=engine, num_gpus=named))
     ranks = replace(job.ranks, world_size=count, local_world_size=count)
-    free = job.machine.free_device_bytes(tuple(torch.device("cuda", index) for index in range(count)))
-    return replace(job, ranks=ranks, free_by_device=(min(free),))
+    of_ranks = [torch.device("cuda", index) for index in range(count)] if job.on_gpu else [ranks.device]
+    free = job.machine.free_device_bytes(of_ranks)
+    return replace(job, ranks=ranks, devices=(ranks.device,), free_by_device=(min(free),) if free else ())
 
 
 def _plan_batches(job: Job, fields: Fields, batch_sizes: Collection[int], kv_offload: Sequence[bool]) -> SearchResult:
@@ -174,15 +183,16 @@ def _least_plan(job: Job, options: dict[str, Any]) -> tuple[Plan, bool]:
     except DoesNotFit:
         whole_layers = ALL_IN_HOST_MEMORY | {"cpu_compute": "off", "cpu_threads": None}
         found = plan_with(replace(job, free_by_device=(1 << 60,) * len(job.free_by_device)), **options, **whole_layers)
-        return Plan(found.job, replace(found.engine_plan, job=replace(job, config=found.job.config))), True
+        there = replace(found.job, free_by_device=job.free_by_device[: len(found.job.devices)])
+        return Plan(there, replace(found.engine_plan, job=there)), True
 
 
 def _kv_cache_is_large(job: Job, batch_size: int) -> bool:
     """Return whether the KV cache takes at least `MIN_KV_SHARE` of the free device memory and may be in host memory."""
-    if why_not_offloaded(job.empty_model.model) or job.free_device_bytes is None:
+    if why_not_offloaded(job.empty_model.model) or not job.free_by_device:
         return False
     rank_bytes = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
-    return rank_bytes >= MIN_KV_SHARE * job.free_device_bytes
+    return rank_bytes >= MIN_KV_SHARE * sum(job.free_by_device)
 
 
 # Sort keys by goal. Bounds without the engine's overhead say little about its speed, so they rank last.
@@ -363,12 +373,17 @@ def why_none(found: SearchResult) -> str:
 
     def lacking_bytes(plan: Plan) -> tuple[int, int]:
         # device memory first: it is hardest to get more of it
-        short = {need.place: max(0, need.with_reserve_bytes - (need.available_bytes or 0)) for need in plan.needs}
-        return plan.job.ranks.world_size * short.pop(DEVICE_MEMORY, 0), sum(short.values())
+        short = [(need.place, max(0, need.with_reserve_bytes - (need.available_bytes or 0))) for need in plan.needs]
+        on_devices = [nbytes for place, nbytes in short if place == DEVICE_MEMORY]
+        of_gpus = plan.job.num_gpus // max(1, len(on_devices))  # of each such need
+        return of_gpus * sum(on_devices), sum(nbytes for place, nbytes in short if place != DEVICE_MEMORY)
 
     plan = min(found.too_large, key=lacking_bytes)
-    config, gpus = plan.job.config, plan.job.ranks.world_size
-    needs = [need for need in plan.needs if need.place != PAGE_LOCKED]
+    config, gpus = plan.job.config, plan.job.num_gpus
+    most: dict[str, Need] = {}  # by place: of the GPU that needs most
+    for need in sorted(plan.needs, key=lambda need: need.with_reserve_bytes):
+        most[need.place] = need
+    needs = [most[place] for place in dict.fromkeys(need.place for need in plan.needs) if place != PAGE_LOCKED]
     free = {need.place: need.available_bytes for each in found.too_large for need in each.needs}
     free_parts = [
         f"{format_bytes(nbytes)} of {place}"

@@ -63,8 +63,7 @@ class DeepSpeedPlan(EnginePlan):
     stored: dict[str, StoredWeight]  # by name of the parameter
     memory: WeightMemory
 
-    @property
-    def prefill_weights_and_cache_bytes(self) -> int:
+    def prefill_bytes_on(self, device: int) -> int:
         # in the last layers, when the whole cache exists, nothing more is prefetched
         peaks = self.memory.peaks
         stored = self.footprint.device - max(peak.nbytes for peak in peaks)

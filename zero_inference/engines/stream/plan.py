@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +48,7 @@ from zero_inference.engines.stream.vocabulary import (
     find_host_embedding,
 )
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.hardware.profile import links_gb_per_s
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
@@ -81,9 +81,23 @@ class StreamPlan(EnginePlan):
             load_extension(None if job.config.verbose > 0 else lambda line: None)
 
     @property
-    def min_free_device_bytes(self) -> int:
+    def layer_devices(self) -> Sequence[int]:
+        return self.placement.layer_devices
+
+    def weight_bytes_on(self, device: int) -> int:
+        return self.placement.device_bytes_on(device)
+
+    def fetched_bytes_on(self, device: int) -> int:
+        placement, experts = self.placement, self.placement.cpu_experts
+        share = len(placement.on(device, experts)) / max(1, len(experts))
+        rows = self.job.rank_batch * placement.embedding_row_bytes if device == 0 else 0
+        streamed = placement.nbytes_of(placement.on(device, placement.streamed))
+        return streamed + round(share * placement.fetched_expert_bytes) + rows
+
+    def min_free_bytes_on(self, device: int) -> int:
         activations = int((1 + FRAGMENTED_SHARE) * self.job.activation_bytes)
-        return self.footprint.device + self.job.cache_device_bytes + activations + RESERVE_BYTES
+        cache = self.job.cache_bytes_on(self.layer_share_on(device))
+        return self.weight_bytes_on(device) + cache + activations + RESERVE_BYTES
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if (quantized := self.quantized(name)) is None:
@@ -120,8 +134,9 @@ class StreamPlan(EnginePlan):
         cpu_gb_per_s = None if cpu is None else cpu.of_step_gb_per_s(placement.computed_bytes)
         profile = job.machine.profile()
         prefill_link_gb_per_s, prefill_cpu = None, CpuWork()
-        if profile is not None and profile.link_gb_per_s is not None and placement.gathered:
-            prefill_link_gb_per_s = FETCH_RATE_RATIO * profile.link_gb_per_s
+        links = None if profile is None else links_gb_per_s(profile, job.num_gpus)
+        if links is not None and placement.gathered:
+            prefill_link_gb_per_s = FETCH_RATE_RATIO * links
         if cpu is not None and cpu.prompt_rates is not None:
             in_prompt = placement.for_short_prompt(cpu.prompt_rows)
             prefill_link_gb_per_s = cpu.prompt_rates.link_gb_per_s
@@ -395,8 +410,8 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
             if not job.free_by_device:
                 return None
             free = job.free_by_device[device]
-            cache_bytes = math.ceil(cache_share * job.cache_device_bytes)
-            return free - (outside_bytes if device == 0 else 0) - cache_bytes - activations - RESERVE_BYTES
+            outside = outside_bytes if device == 0 else 0
+            return free - outside - job.cache_bytes_on(cache_share) - activations - RESERVE_BYTES
 
         def capacity(device: int) -> int | None:
             left = left_bytes(device, 1 / len(devices))
