@@ -7,7 +7,7 @@ import os
 import pytest
 from conftest import VOCAB, free_port, plain_ids
 
-from zero_inference import run
+from zero_inference import load, plan, run
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig, make_config, non_default_options, parse_options, shell_words
 from zero_inference.errors import UsageError
@@ -102,6 +102,14 @@ def test_more_gpus_than_one_need_gpus(capfd):
     assert "--num-gpus 2: there is no GPU; drop it" in capfd.readouterr().err
     for number in ("1", "all"):
         assert main([*asked, "--num-gpus", number]) == 0
+
+
+def test_keywords_from_python(no_gpu):
+    for call in (load, run):
+        with pytest.raises(UsageError, match="--num-gpus 2: there is no GPU"):
+            call("opt-125m", dummy=True, engine="stream", num_gpus=2)
+    rows = plan("opt-125m", dummy=True, engine="stream", quant_bits=16, batch_size=1, assume=TWO, num_gpus="all")
+    assert {(row.gpus, row.options["num_gpus"]) for row in rows} == {(2, 2)}
 
 
 def test_ranks_that_have_a_gpu_each_take_no_number(as_rank, capfd):

@@ -292,6 +292,15 @@ def test_several_gpus_are_planned_as_they_are_started(monkeypatch, capfd, plan_j
         assert need["which"] == "of each GPU"
 
 
+def test_auto_uses_the_gpus_that_help_or_those_that_are_named(capfd):
+    asked = "run_model.py --model opt-30b --dummy --engine auto --dry-run --json --assume".split()
+    line = LINE.replace("1x24GiB", "2x24GiB")
+    for options, gpus in (([], 2), (["--num-gpus", "1"], 1)):
+        assert main([*asked, line, *options]) == 0
+        config = json.loads(capfd.readouterr().out)["config"]
+        assert (config["engine"], config["num_gpus"], config["world_size"]) == ("stream", gpus, 1)
+
+
 def test_more_gpus_bring_the_weights_sooner(plan_json):
     options = "opt-30b --engine stream --quant-bits 16 --kv-offload off --batch-size 7 --max-gpu-memory 12 --assume"
     line = "gpus=4x24GiB,host=256GiB,link=25GB/s,memory=1000GB/s,matmul=150TFLOP/s"

@@ -80,8 +80,8 @@ def load(
             or "auto" (what is predicted to be fastest here).
         max_length: tokens of a sequence, prompt and generated ones; by default 2048, or the model's context if that is shorter.
         scoring: set device memory aside for the logits of all tokens, which scoring needs; False leaves it to weights.
-        **placement: options of run_model.py: `quant_bits`, `gpu_memory`, `kv_offload`, `cpu_offload`, `disk_offload`, `offload_dir`,
-            `cpu_compute`, `dtype`, `dummy`, `verbose`, ...
+        **placement: options of run_model.py: `quant_bits`, `gpu_memory`, `num_gpus`, `kv_offload`, `cpu_offload`, `disk_offload`,
+            `offload_dir`, `cpu_compute`, `dtype`, `dummy`, `verbose`, ...
 
     Returns:
         the model, with four attributes more: `tokenizer` (it pads on the left, for batches; None where the checkpoint has none),

@@ -102,9 +102,8 @@ def find_candidates(
             if not on_disk:
                 fields["offload_dir"] = DEFAULTS["offload_dir"]
             too_large: list[Plan] = []
-            jobs = [job] if gpus is None else [_with_gpus(job, str(fields["engine"]), count) for count in gpus]
-            for each in jobs:
-                planned = _plan_batches(each, fields, batch_sizes, kv_offload)
+            for count in [None] if gpus is None else gpus:
+                planned = _plan_batches(_with_gpus(job, str(fields["engine"]), count), fields, batch_sizes, kv_offload)
                 found.candidates += planned.candidates
                 found.unknown += planned.unknown
                 if planned.candidates or planned.unknown or planned.too_large:
@@ -115,10 +114,11 @@ def find_candidates(
     return found
 
 
-def _with_gpus(job: Job, engine: str, count: int) -> Job:
-    """Return `job` for an engine and GPUs of one node: one process drives them, or `count` ranks do, of which none is started."""
-    if engine in MULTI_GPU_ENGINES:
-        named = count if job.machine.gpus() > 1 else None
+def _with_gpus(job: Job, engine: str, count: int | None) -> Job:
+    """Return `job` for an engine and so many GPUs of one node, which one process drives, or as many ranks, of which none is started. None:
+    as many as the options of `job` ask for."""
+    if count is None or engine in MULTI_GPU_ENGINES:
+        named = job.config.num_gpus if count is None else count if job.machine.gpus() > 1 else None
         return with_options(job, replace(job.config, engine=engine, num_gpus=named))
     ranks = replace(job.ranks, world_size=count, local_world_size=count)
     of_ranks = [torch.device("cuda", index) for index in range(count)] if job.on_gpu else [ranks.device]

@@ -1,4 +1,4 @@
-"""What a launcher (deepspeed, torchrun) tells a process of the ranks, read without importing torch, and hidden for a run of one process."""
+"""What a launcher (deepspeed, torchrun) sets for its ranks: read without importing torch, and hidden for a run of one process."""
 
 from __future__ import annotations
 
