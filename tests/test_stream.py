@@ -76,6 +76,8 @@ def load(folder, devices=1, **options):
     chosen = dict(engine="stream", dtype="float32", batch_size=BATCH, prompt_len=PROMPT, gen_len=GEN)
     if options.get("engine", "stream") == "stream":
         chosen["gpu_memory"] = 0  # on a GPU small models would stay there
+    if devices > 1:
+        chosen["num_gpus"] = devices
     config = RunConfig(model=str(folder), **chosen | options).validate()
     ranks = detect_ranks()
     spec = resolve_model(config, ranks.device.type)
@@ -83,8 +85,8 @@ def load(folder, devices=1, **options):
     if devices == 1:
         return plan_run(config, spec, ranks).load(), spec, ranks
     job = build_job(config, spec, ranks)
-    every = tuple(torch.device("cuda", index) if job.on_gpu else ranks.device for index in range(devices))
-    job = replace(job, devices=every, free_by_device=job.machine.free_device_bytes(every))
+    if not job.on_gpu:
+        job = replace(job, devices=(ranks.device,) * devices)
     return make_plan(job).load(), spec, ranks
 
 

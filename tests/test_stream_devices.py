@@ -13,9 +13,11 @@ from conftest import FAMILIES, plain_ids
 from test_stream import BATCH, GEN, PROMPT, VOCAB, generate, layers_of, load
 from test_stream_cpu import prefetcher_of
 
+from zero_inference.engines.stream import devices
+from zero_inference.engines.stream.devices import replace_tensors
 from zero_inference.engines.stream.placement import assign_layers, plan_placement
-from zero_inference.engines.stream.prefetch import replace_tensors, tensors_in
 from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
+from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.prompts import random_ids
 
 DEVICES = max(2, min(3, torch.cuda.device_count())) if torch.cuda.is_available() else 3
@@ -92,8 +94,10 @@ def test_layers_take_turns_in_proportion_to_what_devices_take():
     for _ in range(200):
         sizes = [draw.randint(1, 3) * GIB for _ in range(draw.randint(4, 40))]
         capacities = [draw.choice([0, draw.randint(0, 30) * GIB]) for _ in range(draw.randint(2, 4))]
-        devices = assign_layers(sizes, capacities)
-        taken = [sum(size for size, device in zip(sizes, devices) if device == each) for each in range(len(capacities))]
+        of_layers = assign_layers(sizes, capacities)
+        taken = [
+            sum(size for size, device in zip(sizes, of_layers) if device == each) for each in range(len(capacities))
+        ]
         resident = [min(sum(sizes), capacity) for capacity in capacities]
         missing = sum(sizes) - sum(resident)
         if missing <= 0:
@@ -103,9 +107,9 @@ def test_layers_take_turns_in_proportion_to_what_devices_take():
 
 
 def test_each_device_is_filled_to_its_own_budget():
-    devices = assign_layers([GIB] * 16, [6 * GIB, 2 * GIB])
-    plan = plan_placement(layers_of(*[GIB] * 16), GIB, [9 * GIB, 5 * GIB], None, 3, devices)
-    assert [devices.count(device) for device in (0, 1)] == [10, 6], "each link brings 4"
+    of_layers = assign_layers([GIB] * 16, [6 * GIB, 2 * GIB])
+    plan = plan_placement(layers_of(*[GIB] * 16), GIB, [9 * GIB, 5 * GIB], None, 3, of_layers)
+    assert [of_layers.count(device) for device in (0, 1)] == [10, 6], "each link brings 4"
     assert [len(plan.on(device, plan.resident)) for device in (0, 1)] == [6, 2]
     assert plan.device_bytes_on(0) == (1 + 6 + 3) * GIB, "with what is in no block"
     assert plan.device_bytes_on(1) == (2 + 3) * GIB
@@ -137,7 +141,36 @@ def test_tensors_are_replaced_wherever_a_layer_takes_them():
     one, two = torch.zeros(1), torch.ones(1)
     cache = object()
     values = ((one, [two, None]), {"mask": one, "rotary": (two, two), "cache": cache, "flag": True})
-    assert [tensor.item() for tensor in tensors_in(values)] == [0.0, 1.0]
     args, kwargs = replace_tensors(values, lambda tensor: tensor + 5)
     assert args[0].item() == 5 and args[1][0].item() == 6 and args[1][1] is None
     assert kwargs["mask"].item() == 5 and isinstance(kwargs["rotary"], tuple) and kwargs["cache"] is cache
+
+
+@needs_gpus
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "opt"])
+@pytest.mark.parametrize("options", [{"cpu_compute": "off"}, {"cpu_compute": "0.5"}, {"gpu_memory": 1.0}], ids=str)
+def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, checkpoints, monkeypatch):
+    """Logits and keys of a prompt of 5 sequences, and the steps after it, are those of the whole batch."""
+    monkeypatch.setattr(devices, "MIN_SPLIT_TOKENS", 16)
+    ids, mask = random_ids(0, 5, PROMPT, VOCAB), torch.ones(5, PROMPT, dtype=torch.int64)
+    mask[1, : 4 * padded] = mask[4, : 2 * padded] = 0
+    found = []
+    for count in (1, 2):
+        loaded, spec, _ = load(checkpoints(family), devices=count, ring_depth=5, batch_size=5, **options)
+        layers, parts = prefetcher_of(loaded).layers, []
+        for layer in loaded.model.model.layers if family != "opt" else loaded.model.model.decoder.layers:
+            layer.register_forward_hook(lambda *_: parts.append(len(layers.parts)))
+        cache = DeviceKVCache(spec.config, PROMPT + GEN)
+        inputs = {"attention_mask": mask.to(loaded.device), "max_new_tokens": GEN, "do_sample": False}
+        for _ in range(2):
+            cache.reset()
+            ids_now = ids.to(loaded.device)
+            logits = loaded.model.generate(ids_now, past_key_values=cache, pad_token_id=0, **inputs)
+        assert max(parts) == count and parts[-1] == 1, "steps are not divided"
+        found.append((logits.cpu(), [key.cpu() for key in cache.at(PROMPT - 1)]))
+        loaded.close()
+    (one, keys), (two, same_keys) = found
+    assert torch.equal(one, two)
+    for key, same in zip(keys, same_keys, strict=True):
+        torch.testing.assert_close(key, same, atol=1e-5, rtol=1e-4)

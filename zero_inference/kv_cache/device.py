@@ -12,6 +12,7 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -234,6 +235,15 @@ class PreallocatedCache(Cache):
             with_state_of(own, self, STATE_OF_CACHE)
 
 
+@dataclass
+class BatchPart:
+    """The rows of the batch that keys and values are given for, where a layer computes a prompt in micro-batches."""
+
+    rows: slice | None = None  # None: of all sequences
+    batch: int = 0
+    is_last: bool = True
+
+
 class DeviceKVCache(PreallocatedCache):
     """Keys and values on the device that computes, [batch, heads, max_length, head_dim] per layer.
 
@@ -244,10 +254,11 @@ class DeviceKVCache(PreallocatedCache):
 
     def __init__(self, config: Any, max_length: int, rows: int | None = None):
         self.max_length, self.rows, self.planned_length = max_length, rows, max_length
+        self.part = BatchPart()
         super().__init__(config)
 
     def new_layer(self) -> PreallocatedLayer:
-        return _DeviceLayer(self.max_length, self.rows)
+        return _DeviceLayer(self.max_length, self.rows, self.part)
 
     def begin(self, rows: int) -> None:
         """Forget all tokens and start a generation of `rows` sequences in the same memory: more than planned get fewer positions."""
@@ -281,23 +292,32 @@ class DeviceKVCache(PreallocatedCache):
 class _DeviceLayer(PreallocatedLayer):
     """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim]."""
 
-    def __init__(self, max_length: int, rows: int | None):
+    def __init__(self, max_length: int, rows: int | None, part: BatchPart):
         super().__init__(max_length)
-        self.rows, self.planned_length = rows, max_length
+        self.rows, self.planned_length, self.part = rows, max_length, part
         self.memory: list[Tensor] = []  # that `stored` views, flat; empty before the first tokens
         self.write_position: Tensor | None = None  # of the next token while a graph is captured
 
     def allocate(self, *states: Tensor) -> None:
+        batch = states[0].shape[0] if self.part.rows is None else self.part.batch
         if not self.memory:  # zeros: a mask hides unfilled positions, but a NaN there would spread
-            positions = (self.rows or states[0].shape[0]) * self.planned_length
+            positions = (self.rows or batch) * self.planned_length
             self.memory = [each.new_zeros(positions * each.shape[1] * each.shape[3]) for each in states]
-        shapes = [(*each.shape[:2], self.max_length, each.shape[3]) for each in states]
+        shapes = [(batch, each.shape[1], self.max_length, each.shape[3]) for each in states]
         self.stored = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))
+
+    def append(self, states: Pair, start: int, end: int) -> Pair:
+        keys, values = self.stored
+        rows = slice(None) if self.part.rows is None else self.part.rows
+        return store((keys[rows], values[rows]), states, start, end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store the new keys and values, and return all; all allocated positions within `DeviceKVCache.writing_at`."""
         if self.write_position is None:
-            return super().update(key_states, value_states, *args, **kwargs)
+            found = super().update(key_states, value_states, *args, **kwargs)
+            if self.part.rows is not None and not self.part.is_last:
+                self.length -= key_states.shape[2]  # the next rows begin at the same position
+            return found
         for stored, new in zip(self.stored, (key_states, value_states)):
             stored.index_copy_(2, self.write_position, new)
         return self.stored

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from zero_inference.models.layers import cache_per_module, decoder_layers, expert_parameters
+from zero_inference.models.layers import cache_per_module, decoder_layers, expert_parameters, find_layers
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.patching import Patches
 
@@ -105,6 +105,7 @@ class Reads:
 
     callers_of: dict[str, frozenset[str]]  # parameter -> the modules whose calls contain every operator that reads it
     calls: tuple[Counter[str], ...]  # of a prefill and of a decode step: module -> number of calls
+    computes_between_layers: bool  # the model itself, between the calls of two decoder layers
 
     def only_inside(self, parameter: str, module: str) -> bool:
         """Return whether only calls of `module` read `parameter`."""
@@ -119,7 +120,7 @@ class Reads:
 def trace_reads(model: Any) -> Reads | None:
     """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device."""
     callers_of: dict[str, frozenset[str]] = {}
-    calls = []
+    calls, computes_between_layers = [], False
     for tokens, past in ((2, 0), (1, 2)):
         tried = ((dtype, length) for length in (past, None) for dtype in (torch.bfloat16, torch.float32))
         found = (_record_pass(model, None, dtype, tokens, length, has_values=True) for dtype, length in tried)
@@ -129,7 +130,8 @@ def trace_reads(model: Any) -> Reads | None:
         for name, modules in recorded.callers_of.items():
             callers_of[name] = callers_of.get(name, modules) & modules
         calls.append(recorded.calls)
-    return Reads(callers_of, tuple(calls))
+        computes_between_layers |= recorded.computes_between_layers
+    return Reads(callers_of, tuple(calls), computes_between_layers)
 
 
 def _record_pass(
@@ -232,14 +234,21 @@ class PassRecorder(ShapeCache):
             for own, parameter in module.named_parameters(name, recurse=False):
                 self._parameters.setdefault(storage_of(parameter), []).append(own)
         self._stack: list[str] = []  # modules that are being called
+        self.computes_between_layers = self._computed = False  # the second since the last layer
+        self._layers, self._layers_called = set(find_layers(model)[1]), 0
 
     def hook_modules(self, patches: Patches) -> None:
         def before(module: nn.Module, args: tuple) -> None:
             self._stack.append(self._names.get(module, ""))
             self.calls[self._stack[-1]] += 1
+            if module in self._layers:
+                self.computes_between_layers |= self._computed and self._layers_called > 0
+                self._layers_called += 1
 
         def after(module: nn.Module, args: tuple, output: Any) -> None:
             self._stack.pop()
+            if module in self._layers:
+                self._computed = False
 
         hooks = torch.nn.modules.module
         patches.add_hooks(hooks.register_module_forward_pre_hook(before))
@@ -269,6 +278,7 @@ class PassRecorder(ShapeCache):
         elif "grouped_mm" in str(packet):  # rows sorted by expert, times the weights of each
             flops = 2 * out.numel() * args[0].shape[-1]
         if not function.is_view and packet not in WITHOUT_WORK:
+            self._computed = True
             self._count_operator(flops, inputs, outputs, looks_up=packet is aten.embedding)
         return out
 

@@ -16,6 +16,7 @@ from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, OPTIONS, 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress
+from zero_inference.engines.stream.blocks import why_one_device
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
@@ -310,9 +311,12 @@ def make_plan(job: Job) -> Plan:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
     if job.config.num_gpus is not None or len(job.devices) == 1:
         return _plan_for_devices(job)
+    one = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
+    if why_one_device(job.empty_model.model) is not None:
+        return _plan_for_devices(one)
     plans: list[Plan] = []
     refused: DoesNotFit | None = None
-    for each in (job, replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])):
+    for each in (job, one):
         try:
             plans.append(_plan_for_devices(each))
         except DoesNotFit as error:

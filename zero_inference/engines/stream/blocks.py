@@ -20,10 +20,12 @@ from typing import Any
 
 from torch import nn
 
+from zero_inference.engines.base import Job
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
+from zero_inference.errors import UsageError
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
 from zero_inference.models.empty_model import parameter_names
-from zero_inference.models.layers import decoder_layers, first_of_kind
+from zero_inference.models.layers import decoder_layers, find_layers, first_of_kind
 from zero_inference.models.mlp import (
     COLUMNS,
     FusedExperts,
@@ -101,14 +103,28 @@ def lay_out_blocks(model: nn.Module, scheme: GroupQuantization | None, divided: 
 
 def why_one_device(model: nn.Module) -> str | None:
     """Return why the decoder layers of a meta model have to be on one device, in a few words; None where each may be on any."""
-    prefix, layers = decoder_layers(model)
-    if trace_reads(model) is None:
+    _, layers = find_layers(model)
+    reads = trace_reads(model)
+    if not layers:
+        return "it has no list of decoder layers"
+    if reads is None:
         return "a pass of the model could not be traced"
+    if reads.computes_between_layers:
+        return "it computes between its decoder layers"
     if _parameters_outside_layers(model, layers):
         return "its decoder layers share weights"
     if getattr(text_config(getattr(model, "config", None)), "num_kv_shared_layers", 0):
         return "some of its decoder layers read keys and values of others"
     return None
+
+
+def refuse_several_devices(job: Job) -> None:
+    """Raise UsageError where a job has several devices and its model needs one."""
+    reason = why_one_device(job.empty_model.model) if len(job.devices) > 1 else None
+    if reason is not None:
+        raise UsageError(
+            f"--num-gpus {len(job.devices)}: {job.spec.name} runs on one GPU, because {reason}; use --num-gpus 1."
+        )
 
 
 def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> list[Block]:

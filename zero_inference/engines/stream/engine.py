@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import nn
 from zero_inference.engines.base import LoadedModel, LoadProgress
 from zero_inference.engines.stream.cpu import CpuBackend
 from zero_inference.engines.stream.cuda_graph import StepGraph
+from zero_inference.engines.stream.devices import device_by_name, move_buffers
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan
@@ -63,7 +63,7 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
         # more than was planned where a checkpoint unties what config.json ties
         outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
         placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
-        _move_buffers(model, weights.device_of)
+        move_buffers(model, weights.device_of)
         if job.on_gpu:
             torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
         transfers = Transfers()
@@ -126,6 +126,13 @@ def _bytes_per_step(placement: Placement) -> dict[str, int]:
     }
 
 
+def _by_gpu(placement: Placement) -> dict[str, list[int]]:
+    return {
+        "layers_by_gpu": [list(placement.layer_devices).count(device) for device in placement.devices],
+        "resident_bytes_by_gpu": [placement.resident_bytes_on(device) for device in placement.devices],
+    }
+
+
 def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     placement, slots, graphs_off = plan.placement, plan.placement.expert_slots, plan.job.config.decode_graph == "off"
     facts: dict[str, Any] = {
@@ -135,6 +142,7 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             "ring_depth": placement.ring_depth,
             "slot_bytes": placement.slot_bytes,
             "resident_bytes": placement.resident_bytes,
+            **(_by_gpu(placement) if len(placement.devices) > 1 else {}),
             "embedding_on_host": placement.embedding is not None,
             "workspace_bytes": placement.workspace_bytes,
             **_bytes_per_step(placement),
@@ -154,18 +162,11 @@ class _WeightLoader:
 
     def __init__(self, plan: StreamPlan, store: BlockStore):
         self.plan, self.store = plan, store
-        prefix, layers = decoder_layers(plan.job.empty_model.model)
-        of_layers = plan.placement.layer_devices or [0] * len(layers)
-        self.layer_devices = {f"{prefix}.{index}": plan.job.devices[each] for index, each in enumerate(of_layers)}
-        self.layers_prefix = f"{prefix}."
+        devices, (prefix, layers) = plan.job.devices, decoder_layers(plan.job.empty_model.model)
+        of_layers = plan.placement.layer_devices or (0,) * len(layers)
+        self.device_of = device_by_name(prefix, [devices[each] for each in of_layers], devices[0])
         self.packed_head: tuple[torch.Tensor, ...] = ()
         self.embedding: HostEmbedding | None = None
-
-    def device_of(self, name: str) -> torch.device:
-        """Return the device of a parameter or buffer by its full name."""
-        rest = name.removeprefix(self.layers_prefix)
-        layer = self.layers_prefix + rest.partition(".")[0]
-        return self.layer_devices.get(layer, self.plan.job.devices[0])
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         plan, device, table = self.plan, self.device_of(name), self.plan.placement.embedding
@@ -184,12 +185,6 @@ class _WeightLoader:
     def close(self) -> None:
         if self.embedding is not None:
             self.embedding.close()
-
-
-def _move_buffers(model: nn.Module, device_of: Callable[[str], torch.device]) -> None:
-    for name, module in model.named_modules():
-        for own, buffer in module.named_buffers(recurse=False):
-            module._buffers[own] = buffer.to(device_of(f"{name}.{own}".lstrip(".")))
 
 
 def _quantized_share(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import CostTerms, CpuWork, EnginePlan, Footprint, Job
-from zero_inference.engines.stream.blocks import Block, lay_out_blocks
+from zero_inference.engines.stream.blocks import Block, lay_out_blocks, refuse_several_devices
 from zero_inference.engines.stream.cpu_plan import (
     FETCH_RATE_RATIO,
     CpuPlan,
@@ -283,6 +283,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or a share for the CPU
             that it cannot compute.
     """
+    refuse_several_devices(job)
     no_cpu_at_all = why_no_cpu_compute(job)
     with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None

@@ -3,12 +3,13 @@
 A pass begins with `begin_pass`, which tells the ring buffer which blocks the pass will stream. Hooks of each block then wait for its slot,
 point the module's parameters at the bytes there, and give the slot back after the block; the ring at once copies the next block into it.
 
-With several devices a layer's inputs are first copied to the device of the layer, behind whose work the copy waits in stream order.
+With several devices each has a ring; devices.py copies hidden states between them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -19,13 +20,14 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock
+from zero_inference.engines.stream.devices import LayerDevices
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed, StoredParameter
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import CodesModule, SharedInput, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.rebalance import Rebalancer
 from zero_inference.engines.stream.ring import RingBuffer
-from zero_inference.engines.stream.streams import ComputeStreams, DeviceStreams, Timeline
+from zero_inference.engines.stream.streams import DeviceStreams, Timeline
 from zero_inference.kernels.quantization import dequantize
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.patching import Patches
@@ -83,17 +85,19 @@ class Prefetcher:
         self.next_kind = dict.fromkeys(PassKind, PassKind.DECODE)  # by kind: the kind that followed it last
         self.captured: tuple[int, PassKind | None] = 0, None  # tokens and kind of the captured pass
         self.between_graphs: BetweenGraphs | None = None  # during a capture
-        # by id of a tensor and device: the tensor, which keeps its id, and its copy there
-        self.moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
         self.patches = Patches()
         self.blocks: list[HookedBlock] = []
-        self.compute = ComputeStreams(model, streams)
+        prefix, layers = decoder_layers(model)
+        self.layers = LayerDevices(
+            model, layers, placement.layer_devices, streams, self._may_divide(), self.outside_graphs
+        )
+        self.compute = self.layers.compute
         try:
             self._hook(model, caches)
         except BaseException:  # no memory for the CPU's tasks, for one
             self.patches.close()
-            self.compute.close()
+            self.layers.close()
             raise
         # blocks that the CPU can compute; `_update_placement` removes those that turn out not to be `usable`
         self.computable = {block.index for block in self.blocks if block.cpu is not None}
@@ -108,8 +112,6 @@ class Prefetcher:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
-        if len(self.devices) > 1:
-            self._move_between_devices(layers)
         shared_views: dict[tuple[int, int], BlockViews] = {}  # by layout and device, of a ring's slots
         for index, block in enumerate(self.placement.blocks):
             layout, device = block.layout, self.placement.device_of(index)
@@ -124,7 +126,7 @@ class Prefetcher:
 
     def close(self) -> None:
         self.patches.close()
-        self.compute.close()
+        self.layers.close()
         for ring in self.rings.values():
             ring.close()
         self.blocks.clear()
@@ -132,12 +134,13 @@ class Prefetcher:
         self.store.close()
 
     def _before_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.moved.clear()  # after a call that failed
+        inputs = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))  # [B, T], [B, T, H]
+        shape = next((x.shape[:2] for x in inputs if torch.is_tensor(x) and x.dim() >= 2), None)
         if not (self.timeline.is_paused or self.has_begun):  # a capture repeats the pass before it
-            inputs = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))  # [B, T], [B, T, H]
-            tokens = (x.shape[0] * x.shape[1] for x in inputs if torch.is_tensor(x) and x.dim() >= 2)
-            self.begin_pass(next(tokens, sys.maxsize))  # computing an unknown call as a long pass is always right
+            # computing an unknown call as a long pass is always right
+            self.begin_pass(sys.maxsize if shape is None else shape.numel())
         self.has_begun = False
+        self.layers.begin_pass(shape if self.kind is PassKind.LONG else None, kwargs.get("past_key_values"))
 
     def begin_pass(self, tokens: int) -> None:
         """Choose the kind of a pass of `tokens` tokens, and request the blocks that it streams; called before the model or a graph runs."""
@@ -196,55 +199,17 @@ class Prefetcher:
             self.placement = placement
             self.on_placement_changed(placement)
 
+    def _may_divide(self) -> bool:
+        """Return whether the rings can hold all blocks of a layer for several micro-batches, and prefetch one more if there is one."""
+        placement = self.placement
+        in_layer = Counter(placement.blocks[block].layer for block in placement.in_host_memory)
+        blocks = (placement.on(device, placement.in_host_memory) for device in self.rings)
+        needed = (min(1 + max(in_layer.values()), len(each)) for each in blocks)
+        return all(ring.depth >= count for ring, count in zip(self.rings.values(), needed))
+
     def outside_graphs(self, work: Callable[[], Any]) -> Any:
         """Call `work` now and, during a capture, at the same point of each replay."""
         return work() if self.between_graphs is None else self.between_graphs(work)
-
-    def _move_between_devices(self, layers: nn.ModuleList) -> None:
-        """Let each layer compute on its device, and the model go on after the last one on the first device."""
-
-        def before(device: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            return self._enter(device, (args, kwargs), args[0] if args else kwargs.get("hidden_states"))
-
-        def after(module: nn.Module, args: tuple, output: Any) -> Any:
-            output = self._enter(0, output, output)
-            self.moved.clear()
-            return output
-
-        for layer, device in zip(layers, self.placement.layer_devices):
-            self.patches.add_hooks(layer.register_forward_pre_hook(partial(before, device), with_kwargs=True))
-        self.patches.add_hooks(layers[-1].register_forward_hook(after))
-
-    def _enter(self, device: int, values: Any, once: Any) -> Any:
-        """Make `device` current, and return `values` with all tensors in them copied there, in the order of both devices' streams.
-
-        Copies are kept until the pass ends, because masks and rotary embeddings are the same tensors in all layers; but not those of
-        `once`, which are the hidden states.
-        """
-        target = self.devices[device]
-        sources = [
-            each for each in tensors_in(values) if each.device != target and (id(each), target) not in self.moved
-        ]
-        if sources or device != self.compute.device:
-            copies: list[torch.Tensor] = []
-
-            def move() -> None:
-                if not copies:  # a graph reads the same memory in each replay
-                    copies.extend(torch.empty_like(each, device=target) for each in sources)
-                for copy, source in zip(copies, sources):
-                    copy.copy_(source, non_blocking=True)
-                self.compute.enter(device)
-
-            self.outside_graphs(move)
-            self.moved |= {(id(each), target): (each, copy) for each, copy in zip(sources, copies)}
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return self.moved.get((id(tensor), target), (None, tensor))[1]
-
-        values = replace_tensors(values, moved)
-        for tensor in tensors_in(once):
-            self.moved.pop((id(tensor), target), None)
-        return values
 
     def modules_changed(self, modules: set[nn.Module]) -> None:
         """Call each module, from now on, of the blocks that contain one of `modules`, to which adapters or hooks were added."""
@@ -275,6 +240,7 @@ class HookedBlock:
         self.prefetcher, self.index, self.module, self.views, self.cache = prefetcher, index, module, views, cache
         self.block = prefetcher.placement.blocks[index]
         self.layout = self.block.layout
+        self.slot = 0  # of the ring, in this pass
         self.is_resident = index in prefetcher.store.resident
         device = prefetcher.placement.device_of(index)
         self.ring, self.timeline = prefetcher.rings.get(device), prefetcher.timeline.devices[device]
@@ -293,13 +259,8 @@ class HookedBlock:
 
     def _add_hooks(self, codes_modules: Sequence[CodesModule]) -> None:
         prefetcher, index, layout, is_resident = self.prefetcher, self.index, self.layout, self.is_resident
-        ring, timeline, views, cache, shared_inputs = (
-            self.ring,
-            self.timeline,
-            self.views,
-            self.cache,
-            self.shared_inputs,
-        )
+        ring, timeline, layers, is_layer = self.ring, self.timeline, prefetcher.layers, not self.block.module
+        views, cache, shared_inputs = self.views, self.cache, self.shared_inputs
         is_gathered = index in prefetcher.placement.gathered
         named = dict(self.module.named_parameters())
         of_block = [stored for stored in layout.parameters if not stored.module_only]
@@ -328,10 +289,17 @@ class HookedBlock:
                 slot = 0
                 timeline.block_begins(index)
             else:
-                slot = prefetcher.outside_graphs(acquire)
+                if is_layer or layers.part == 0:
+                    self.slot = prefetcher.outside_graphs(acquire)
+                else:  # a later micro-batch
+                    timeline.block_begins(index)
+                slot = self.slot
                 if cache is not None and cache.owns_slots:
                     chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")  # experts of each token
-                    cache.refill(chosen, ring.buffer_in(index, slot))
+                    if layers.is_last_part:
+                        cache.refill(chosen, ring.buffer_in(index, slot))
+                    elif chosen is not None:
+                        cache.count_uses(chosen)
             if keeps_parameters:
                 return
             plain, self.packed = views[slot]
@@ -347,9 +315,9 @@ class HookedBlock:
                 set_values(parameters, empty)
             for shared in shared_inputs:
                 shared.end_block()
-            if not is_resident:
+            if not is_resident and (is_layer or layers.is_last_part):
                 if not on_cpu:
-                    prefetcher.outside_graphs(ring.release)
+                    prefetcher.outside_graphs(partial(ring.release, index))
                 self.packed = {}  # its slot is another block's from now on
             if index not in prefetcher.observed:
                 self.finish_observing(codes_modules)
@@ -475,26 +443,3 @@ def set_values(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor
 def empty_values(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     with torch.inference_mode(False):  # a tensor of inference mode could not be used outside it
         return [torch.empty(0, dtype=each.dtype, device=each.device) for each in parameters]
-
-
-def replace_tensors(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with each tensor replaced, in tuples, lists and dicts too; a KV cache stays the object that it is."""
-    if torch.is_tensor(value):
-        return replacement(value)
-    if isinstance(value, (tuple, list)):
-        parts = [replace_tensors(each, replacement) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict:
-        return {name: replace_tensors(each, replacement) for name, each in value.items()}
-    return value
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors that `replace_tensors` replaces."""
-    found: dict[int, torch.Tensor] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        return found.setdefault(id(tensor), tensor)
-
-    replace_tensors(value, note)
-    return list(found.values())

@@ -54,13 +54,14 @@ class RingBuffer:
         self.streams, self.gathered = timeline.streams, dict(gathered or {})
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         device = self.streams.device
+        self.depth = depth
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(depth)]
         self.last_use: list[Any] = [None] * depth  # by slot: the event after it
         self.last_span: list[Any] = [None] * depth  # by slot: the computation that used it, for the timeline
         self.empty: deque[int] = deque(range(depth))  # slots for which nothing was requested
         self.copy_stream = self.streams.stream()
         self.pending: deque[_Fetch] = deque()  # requested, not acquired yet
-        self.held: _Fetch | None = None  # acquired, not released yet
+        self.held: dict[int, _Fetch] = {}  # by block: acquired, not released yet
         # the copies run ahead of the computation, so they may already be in the next pass
         self.pass_order = tuple(blocks)  # blocks of the pass that computes
         self.copy_order = self.next_copy_order = self.pass_order  # of the pass that is copied, and of those after it
@@ -93,7 +94,7 @@ class RingBuffer:
         )
         expected = list(islice(chain(order, cycle(next_order)), len(pending)))
         self.pass_order, self.copy_order, self.next_copy_order = order, order, next_order
-        if self.held is None and in_their_slots and pending == expected:
+        if not self.held and in_their_slots and pending == expected:
             self.position = len(pending)
             while self.copy_order and self.position >= len(self.copy_order):
                 self.position -= len(self.copy_order)
@@ -111,23 +112,24 @@ class RingBuffer:
 
     def acquire(self, block: int) -> int:
         """Make the current stream wait for the copy of `block`, and return its slot, which is not overwritten until `release`."""
-        if self.held is not None:
+        if block in self.held:
             self._drop()
         fetches = (fetch for fetch in self.pending if fetch.block == block)
-        self.held = next((fetch for fetch in fetches if self._is_in_its_slot(fetch, self.pass_order)), None)
-        if self.held is None:
-            self.held = self._jump_to(block)
+        fetch = next((fetch for fetch in fetches if self._is_in_its_slot(fetch, self.pass_order)), None)
+        if fetch is None:
+            fetch = self._jump_to(block)
         else:
-            self.pending.remove(self.held)
-        self.streams.current().wait_event(self.held.arrived)
-        return self.held.slot
+            self.pending.remove(fetch)
+        self.held[block] = fetch
+        self.streams.current().wait_event(fetch.arrived)
+        return fetch.slot
 
-    def release(self) -> None:
-        """Free the slot of the last `acquire` once the work queued so far is done, and request one more block."""
-        self.last_use[self.held.slot] = self.streams.record_event(self.streams.current())
-        self.last_span[self.held.slot] = self.timeline.spans[-1] if self.timeline.spans else None
-        self.empty.append(self.held.slot)
-        self.held = None
+    def release(self, block: int) -> None:
+        """Free the slot of an acquired block once the work queued so far is done, and request one more block."""
+        slot = self.held.pop(block).slot
+        self.last_use[slot] = self.streams.record_event(self.streams.current())
+        self.last_span[slot] = self.timeline.spans[-1] if self.timeline.spans else None
+        self.empty.append(slot)
         self._request_all()
 
     def close(self) -> None:
@@ -149,7 +151,7 @@ class RingBuffer:
         return self.pending.popleft()
 
     def _drop(self, all_but: Collection[int] = ()) -> None:
-        """Free the held slot and those of pending copies, except the first pending copy of each block in `all_but`."""
+        """Free held slots and those of pending copies, except the first pending copy of each block in `all_but`."""
         remaining: deque[_Fetch] = deque()
         for fetch in self.pending:
             wanted = fetch.block in all_but and self._is_in_its_slot(fetch, self.pass_order)
@@ -159,10 +161,10 @@ class RingBuffer:
                 self.last_use[fetch.slot] = fetch.arrived
                 self.empty.append(fetch.slot)
         self.pending = remaining
-        if self.held is not None:
-            self.last_use[self.held.slot] = self.streams.record_event(self.streams.current())
-            self.empty.append(self.held.slot)
-            self.held = None
+        for fetch in self.held.values():
+            self.last_use[fetch.slot] = self.streams.record_event(self.streams.current())
+            self.empty.append(fetch.slot)
+        self.held.clear()
 
     def _request_all(self) -> None:
         while self.empty and self._request_next():

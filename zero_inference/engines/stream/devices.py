@@ -1,0 +1,221 @@
+"""Runs the decoder layers of a model on several devices, one layer after the other: `LayerDevices` copies hidden states between them.
+
+In a long pass of several sequences the batch is divided into micro-batches, one a device. Each layer computes them one after the other, and
+the next layer's device begins with the first one while the second one still computes here, so that all devices compute at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_inference.engines.stream.streams import ComputeStreams, DeviceStreams
+from zero_inference.kv_cache.device import BatchPart, DeviceKVCache
+from zero_inference.models.tracing import tensors_in
+from zero_inference.utils.patching import Patches
+
+# With fewer tokens a device waits for Python's launches, which micro-batches multiply
+MIN_SPLIT_TOKENS = 2048
+
+
+class LayerDevices:
+    """Hooks the decoder layers of `model`, which begins and ends on the first device.
+
+    Args:
+        layers: all decoder layers; no operator may be between the calls of two of them.
+        layer_devices: index of the device of each layer.
+        may_divide: long passes may be divided.
+        outside_graphs: calls host work that CUDA graphs cannot contain.
+
+    Attributes:
+        part: index of the micro-batch that computes.
+        parts: rows of each micro-batch; one slice of all rows where the pass is not divided.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        layer_devices: Sequence[int],
+        streams: Sequence[DeviceStreams],
+        may_divide: bool = False,
+        outside_graphs: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    ):
+        self.streams, self.layer_devices, self.may_divide = streams, layer_devices, may_divide
+        self.outside_graphs = outside_graphs
+        self.compute = ComputeStreams(model, streams)
+        self.patches = Patches()
+        self.parts: Sequence[slice] = (slice(None),)
+        self.part = 0
+        self.batch_part = BatchPart()  # of the KV cache of this pass
+        self.batch = 0  # sequences of a pass that is divided
+        # by id of a tensor and device: the tensor, which keeps its id, and its copy there
+        self.moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.sent: torch.Tensor | None = None  # hidden states of all micro-batches for the next layer, on its device
+        self.arrived: list[Any] = []  # by micro-batch: the event after its copy into `sent`
+        if len(streams) == 1:
+            return
+        self.copy_streams = [each.stream() for each in streams]
+        for index, layer in enumerate(layers):
+            before = partial(self._before, layer_devices[index])
+            self.patches.add_hooks(layer.register_forward_pre_hook(before, with_kwargs=True))
+            self.patches.set_attr(layer, "forward", partial(self._forward, index, layer.forward))
+        self.patches.add_hooks(layers[-1].register_forward_hook(self._after_last))
+
+    def close(self) -> None:
+        self.patches.close()
+        self.compute.close()
+
+    @property
+    def is_last_part(self) -> bool:
+        return self.part == len(self.parts) - 1
+
+    def begin_pass(self, shape: torch.Size | None = None, cache: Any = None) -> None:
+        """Begin a pass; with the `shape` [B, T] of its tokens it may be divided."""
+        self.moved.clear()  # after a pass that failed
+        self.sent, self.arrived, self.part, self.parts = None, [], 0, (slice(None),)
+        self.batch_part.rows = None
+        if shape is None or not self.may_divide or not (cache is None or isinstance(cache, DeviceKVCache)):
+            return
+        self.batch, length = shape
+        count = min(len(self.streams), self.batch)
+        if count < 2 or length < 2 or length == self.batch or self.batch * length < MIN_SPLIT_TOKENS:
+            return
+        ends = [self.batch * part // count for part in range(count + 1)]
+        self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
+        self.batch_part = BatchPart() if cache is None else cache.part
+
+    def _before(
+        self, device: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        return self._enter(device, (args, kwargs), args[0] if args else kwargs.get("hidden_states"))
+
+    def _after_last(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        self._await_parts(0)
+        output = self._enter(0, output, output)
+        self.begin_pass()
+        return output
+
+    def _enter(self, device: int, values: Any, once: Any) -> Any:
+        """Make `device` current, and return `values` with all tensors in them copied there, in the order of both devices' streams.
+
+        Copies are kept until the pass ends, because masks and rotary embeddings are the same tensors in all layers; but not those of
+        `once`, which are the hidden states.
+        """
+        target = self.streams[device].device
+        found = {id(each): each for each in tensors_in(values) if each.device != target}
+        sources = [each for key, each in found.items() if (key, target) not in self.moved]
+        if sources or device != self.compute.device:
+            copies: list[torch.Tensor] = []
+
+            def move() -> None:
+                if not copies:  # a graph reads the same memory in each replay
+                    copies.extend(torch.empty_like(each, device=target) for each in sources)
+                for copy, source in zip(copies, sources):
+                    copy.copy_(source, non_blocking=True)
+                self.compute.enter(device)
+
+            self.outside_graphs(move)
+            self.moved |= {(id(each), target): (each, copy) for each, copy in zip(sources, copies)}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return self.moved.get((id(tensor), target), (None, tensor))[1]
+
+        values = replace_tensors(values, moved)
+        for tensor in tensors_in(once):
+            self.moved.pop((id(tensor), target), None)
+        return values
+
+    def _forward(self, index: int, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call a layer, once for each micro-batch, and send each to the device of the next layer."""
+        if len(self.parts) == 1:
+            return original(*args, **kwargs)
+        device = self.layer_devices[index]
+        next_device = self.layer_devices[index + 1] if index + 1 < len(self.layer_devices) else 0
+        hidden, arrived = args[0] if args else kwargs.get("hidden_states"), self.arrived
+        if hidden is not self.sent:
+            self._await_parts(device)
+            arrived = []
+        outputs, sent, self.arrived = [], None, []
+        try:
+            for part, rows in enumerate(self.parts):
+                self.part = part
+                if arrived:
+                    self.compute.streams[device].wait_event(arrived[part])
+                self.batch_part.rows, self.batch_part.batch = rows, self.batch
+                self.batch_part.is_last = self.is_last_part
+                pick = partial(_rows_of, rows, self.batch)
+                output = original(*replace_tensors(args, pick), **replace_tensors(kwargs, pick))
+                first, *others = output if isinstance(output, tuple) else (output,)
+                if sent is None:
+                    sent = first.new_empty((self.batch, *first.shape[1:]), device=self.streams[next_device].device)
+                self.arrived.append(self._send(first, sent[rows], device, next_device))
+                outputs.append(others)
+        finally:
+            self.batch_part.rows = None
+        self.sent, self.part = sent, 0
+        if not isinstance(output, tuple):
+            return sent
+        return (sent, *(torch.cat(each) if torch.is_tensor(each[0]) else each[0] for each in zip(*outputs)))
+
+    def _send(self, source: torch.Tensor, target: torch.Tensor, device: int, next_device: int) -> Any:
+        """Copy hidden states of a micro-batch to the device of the next layer; return the event after it.
+
+        The copy waits for work that was queued on that device, whose memory it may reuse, but no later work there waits for it.
+        """
+        compute, copies = self.compute.streams, self.copy_streams[next_device]
+        if next_device == device:
+            target.copy_(source, non_blocking=True)
+            return self.streams[device].record_event(compute[device])
+        compute[device].wait_event(self.streams[next_device].record_event(compute[next_device]))
+        with self.streams[next_device].on(copies):  # which PyTorch lets wait for the copy, on the stream of the source
+            target.copy_(source, non_blocking=True)
+        return self.streams[next_device].record_event(copies)
+
+    def _await_parts(self, device: int) -> None:
+        """Let `device` wait for all micro-batches that were sent."""
+        for event in self.arrived:
+            self.compute.streams[device].wait_event(event)
+        self.arrived = []
+
+
+def _rows_of(rows: slice, batch: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a tensor that has a row for each sequence; other tensors, such as positions [T], unchanged."""
+    return tensor[rows] if tensor.dim() > 1 and tensor.shape[0] == batch else tensor
+
+
+def replace_tensors(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with each tensor replaced, in tuples, lists and dicts too; a KV cache stays the object that it is."""
+    if torch.is_tensor(value):
+        return replacement(value)
+    if isinstance(value, (tuple, list)):
+        parts = [replace_tensors(each, replacement) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is dict:
+        return {name: replace_tensors(each, replacement) for name, each in value.items()}
+    return value
+
+
+def device_by_name(
+    prefix: str, layer_devices: Sequence[torch.device], others: torch.device
+) -> Callable[[str], torch.device]:
+    """Return a function from the full name of a parameter or buffer to its device: that of its decoder layer, whose list is named `prefix`,
+    or `others`."""
+    devices = {f"{prefix}.{index}": device for index, device in enumerate(layer_devices)}
+
+    def device_of(name: str) -> torch.device:
+        layer = name.removeprefix(f"{prefix}.").partition(".")[0]
+        return devices.get(f"{prefix}.{layer}", others) if name.startswith(f"{prefix}.") else others
+
+    return device_of
+
+
+def move_buffers(model: nn.Module, device_of: Callable[[str], torch.device]) -> None:
+    """Move all buffers of `model` to their devices."""
+    for name, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            module._buffers[own] = buffer.to(device_of(f"{name}.{own}".lstrip(".")))
