@@ -64,6 +64,17 @@ def test_ids_are_those_of_one_device(family, options, checkpoints):
 
 
 @needs_gpus
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_resident_layers_on_several_devices_give_the_same_ids(family, checkpoints):
+    loaded, spec, ranks = load(checkpoints(family), devices=2, engine="resident")
+    found = generate(loaded, spec, ranks)
+    loaded.close()
+    assert torch.equal(found.output_ids, plain_ids(checkpoints(family), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+    if loaded.device.type == "cuda":
+        assert len({parameter.device for parameter in loaded.model.parameters()}) == 2
+
+
+@needs_gpus
 def test_each_device_fetches_its_own_layers_in_their_order(checkpoints):
     loaded, spec, ranks = load(checkpoints("llama"), devices=2, cpu_compute="off", ring_depth=2)
     prefetcher = prefetcher_of(loaded)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, LoadProgress
@@ -14,50 +17,62 @@ from zero_inference.models.layers import find_layers
 from zero_inference.models.weights import load_weights
 
 
-def plan(job: Job) -> EnginePlan:
-    """Plan the whole model on each rank, with its share of the batch, or consecutive layers on each device of one process."""
-    total = job.sizes.parameter_bytes
-    if len(job.devices) == 1:
-        return EnginePlan(job, Footprint(device=total), pinned=False, weight_bytes=total)
+@dataclass(frozen=True)
+class ResidentPlan(EnginePlan):
+    by_device: Sequence[int] = field(default=(), kw_only=True)  # bytes of weights
+    placed_layers: Sequence[int] = field(default=(), kw_only=True)  # `layer_devices`
+
+    @property
+    def layer_devices(self) -> Sequence[int]:
+        return self.placed_layers
+
+    def weight_bytes_on(self, device: int) -> int:
+        return self.by_device[device]
+
+
+def plan(job: Job) -> ResidentPlan:
+    """Plan the whole model on each rank, with its share of the batch, or consecutive layers on each device of one process.
+
+    Raises UsageError: a model that needs one device has several.
+    """
     refuse_several_devices(job)
-    layer_bytes = _layer_bytes(job)
-    by_device = [0] * len(job.devices)
-    by_device[0] = total - sum(layer_bytes)
-    for nbytes, device in zip(layer_bytes, _layer_devices(job, layer_bytes)):
-        by_device[device] += nbytes
-    return EnginePlan(job, Footprint(device=max(by_device)), pinned=False, weight_bytes=total)
+    total, layers = job.sizes.parameter_bytes, find_layers(job.empty_model.model)[1]
+    layer_devices: tuple[int, ...] = (0,) * len(layers)
+    by_device = [total]
+    if len(job.devices) > 1:
+        sizes = [sum(p.numel() for p in layer.parameters()) * job.spec.dtype.itemsize for layer in layers]
+        first, *others = job.free_by_device or (0,) * len(job.devices)
+        layer_devices = assign_layers(sizes, [max(0, first - total + sum(sizes)), *others])
+        by_device = [0] * len(job.devices)
+        by_device[0] = total - sum(sizes)  # embedding and head
+        for nbytes, device in zip(sizes, layer_devices):
+            by_device[device] += nbytes
+    return ResidentPlan(
+        job,
+        Footprint(device=max(by_device)),
+        pinned=False,
+        weight_bytes=total,
+        by_device=by_device,
+        placed_layers=layer_devices,
+    )
 
 
-def _layer_bytes(job: Job) -> list[int]:
-    layers = find_layers(job.empty_model.model)[1]
-    return [sum(p.numel() for p in layer.parameters()) * job.spec.dtype.itemsize for layer in layers]
-
-
-def _layer_devices(job: Job, layer_bytes: list[int]) -> tuple[int, ...]:
-    """Return the device of each layer, in proportion to the devices' free memory, of which embedding and head take some on the first."""
-    outside_bytes = job.sizes.parameter_bytes - sum(layer_bytes)
-    first, *others = job.free_by_device or (0,) * len(job.devices)
-    return assign_layers(layer_bytes, [max(0, first - outside_bytes), *others])
-
-
-def check(plan: EnginePlan) -> None:
+def check(plan: ResidentPlan) -> None:
     """Check nothing."""
 
 
-def load(plan: EnginePlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
+def load(plan: ResidentPlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
     """Copy each weight to its device as it is read."""
-    job, model = plan.job, plan.job.empty_model.model
-    first = job.devices[0]
+    job, model, devices = plan.job, plan.job.empty_model.model, plan.job.devices
     prefix, layers = find_layers(model)
-    layer_devices = _layer_devices(job, _layer_bytes(job)) if len(job.devices) > 1 else (0,) * len(layers)
-    device_of = device_by_name(prefix, [job.devices[each] for each in layer_devices], first)
+    device_of = device_by_name(prefix, [devices[each] for each in plan.layer_devices], devices[0])
 
     def adopt(name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.to(device_of(name))
 
-    load_weights(model, job.spec, job.config.seed, first, adopt, progress)
+    load_weights(model, job.spec, job.config.seed, devices[0], adopt, progress)
     move_buffers(model, device_of)
-    loaded = LoadedModel(model, first, job.spec.dtype, weight_bytes=parameter_bytes(model), devices=job.devices)
-    if len(job.devices) > 1:
-        loaded.close = LayerDevices(model, layers, layer_devices, list(map(DeviceStreams, job.devices))).close
+    loaded = LoadedModel(model, devices[0], job.spec.dtype, weight_bytes=parameter_bytes(model), devices=devices)
+    if len(devices) > 1:
+        loaded.close = LayerDevices(model, layers, plan.layer_devices, list(map(DeviceStreams, devices))).close
     return loaded
