@@ -269,7 +269,7 @@ def test_several_gpus_are_planned_as_they_are_started(monkeypatch, capfd, plan_j
             "bounds_because": "bounds_because",
         }
         assert {name: row[name] for name in names} == {name: dry["predicted"][key] for name, key in names.items()}
-        assert (row["tokens_per_s_range"] is None) == row["at_most"]
+        assert row["tokens_per_s_range"] is None, "no runs with several GPUs were compared"
         needs = {
             place: [need for need in dry["needs"] if need["place"] == place]
             for place in ("device memory", "host memory")

@@ -243,7 +243,7 @@ class PlannedRun:
     step_s: float | None
     first_token_s: float | None
     total_s: float | None  # of the whole generation
-    tokens_per_s_range: tuple[float, float] | None  # of 9 in 10 such runs; None for a bound, and on a CPU
+    tokens_per_s_range: tuple[float, float] | None  # of 9 in 10 such runs; None for a bound, and unless on one GPU
     first_token_range_s: tuple[float, float] | None
     device_gib: float | None  # peak of a GPU; None on a CPU
     host_gib: float

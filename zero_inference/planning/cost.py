@@ -73,7 +73,7 @@ LAUNCHED_SHARE, WAITED_SHARE = 0.6, 0.1
 class PassTime:
     seconds: float
     bound_by: str  # the largest part, a key of `RATE_WORDS`
-    kind: str | None = None  # a key of `RANGES`; None for bounds, and without a GPU, where no runs have been compared
+    kind: str | None = None  # a key of `RANGES`; None for bounds, and but for one GPU, where no runs have been compared
 
     @property
     def range_s(self) -> Range | None:
@@ -160,7 +160,7 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
         "the links of several GPUs may slow each other down": fetches_by_several and machine.all_links_gb_per_s is None,
     }
     bounds_because = tuple(reason for reason, holds in reasons.items() if holds)
-    if bounds_because:
+    if bounds_because or job.num_gpus > 1:
         prefill, step = replace(prefill, kind=None), replace(step, kind=None)
     with_host, without_cores = machine.launches is not None, plan.cost_terms.cpu_rate_unknown
     return Times(config.batch_size, prefill, step, bounds_because, with_host, without_cores, lacks_overhead)
