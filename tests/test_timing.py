@@ -25,6 +25,7 @@ from zero_inference.planning.cost import (
     LAUNCH_SLOWDOWN,
     RANGES,
     mean_reads,
+    overlapped_share,
 )
 from zero_inference.planning.search import why_not_predicted
 from zero_inference.records.read import read_records
@@ -110,6 +111,36 @@ def test_a_long_prefill_takes_what_products_take():
     many = times_of("--model opt-13b --engine resident --batch-size 8")[1].prefill
     assert many.bound_by == "matmul" and many.seconds == pytest.approx(8 * 128 * 2 * 12.6e9 / 700e12, rel=0.15)
     assert few.seconds < many.seconds < 8 * few.seconds
+
+
+@pytest.mark.parametrize(
+    "layer_devices, parts, eighths",
+    [
+        ((0, 0, 0, 0), 2, 8),
+        (
+            (0, 1, 0, 1),
+            2,
+            5,
+        ),  # both devices compute, but for the first micro-batch of the first layer, and the last of the last
+        ((0, 0, 1, 1), 2, 7),  # only the last layer of one is computed beside the first of the other
+        ((0, 1, 0, 1), 1, 8),
+    ],
+)
+def test_micro_batches_of_a_prefill_are_computed_side_by_side(layer_devices, parts, eighths):
+    assert overlapped_share(layer_devices, parts) == pytest.approx(eighths / 8)
+
+
+def test_several_gpus_share_a_long_prefill_of_several_sequences():
+    two = replace(FAST, gpus=FAST.gpus * 2, all_links_gb_per_s=110.0, matmul_tflops={"bfloat16": 100.0})
+    options = "--model opt-13b --engine stream --gpu-memory 4 --dummy --dtype bfloat16 --prompt-len 512"
+
+    def prefill(batch: int, gpus: int):
+        plan, times = planned_times(f"{options} --batch-size {batch} --num-gpus {gpus}", two)
+        return plan.engine_plan.prefill_parts, times.prefill.bound_by, times.prefill.seconds
+
+    (*alone, alone_s), (*shared, shared_s) = prefill(32, 1), prefill(32, 2)
+    assert (alone, shared) == ([1, "matmul"], [2, "matmul"]) and shared_s == pytest.approx(alone_s / 2, rel=0.05)
+    assert prefill(1, 2)[0] == 1, "one sequence is not divided"
 
 
 def test_accelerate_copies_and_computes_in_turn_from_pageable_memory():

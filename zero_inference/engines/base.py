@@ -286,6 +286,11 @@ class EnginePlan:
         """The device of each decoder layer, by its index in `job.devices`; empty if all are on the first one."""
         return ()
 
+    @property
+    def prefill_parts(self) -> int:
+        """Micro-batches of a prefill, which several devices compute at the same time."""
+        return 1
+
     def layer_share_on(self, device: int) -> float:
         """Return the share (0 to 1) of the decoder layers that are on a device."""
         devices = self.layer_devices

@@ -202,6 +202,8 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     device_s = total_s(lambda each: max(memory_s(each), matmul_s(each), launch_floor_s))
     if prefill and job.spec.experts[0] and job.on_gpu:
         device_s *= MOE_PREFILL_SLOWDOWN
+    if prefill and plan.prefill_parts > 1:
+        device_s *= overlapped_share(plan.layer_devices, plan.prefill_parts)
     overhead, host_s = _overhead(plan, machine), host_time_s(plan, machine, traced, prefill)
     start_s = overhead.start_s if overhead and prefill else 0.0
     late_s = max(0.0, host_s - device_s - cpu.wait_s) if job.on_gpu else host_s  # device and CPU wait for the host
@@ -233,6 +235,18 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
         return PassTime(pass_s, bound_by, "launched" if launched else "step with the CPU" if cpu.wait_s else "prefill")
     launched = late_s > WAITED_SHARE * pass_s and compute_s > LAUNCHED_SHARE * pass_s
     return PassTime(pass_s, bound_by, "step with the CPU" if cpu.wait_s else "launched" if launched else "step")
+
+
+def overlapped_share(layer_devices: Sequence[int], parts: int) -> float:
+    """Return the time of a pass of `parts` micro-batches over layers on several devices, as a share of that on one device.
+
+    A layer computes them one after the other. The next one begins with the first, at the same time if it is on another device.
+    """
+    free, arrived = [0.0] * (1 + max(layer_devices)), [0.0] * parts  # of each device, of each micro-batch
+    for device in layer_devices:
+        for part in range(parts):
+            free[device] = arrived[part] = max(free[device], arrived[part]) + 1 / (parts * len(layer_devices))
+    return max(arrived)
 
 
 def _largest(parts: dict[str, float]) -> str:
@@ -270,6 +284,8 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
         if prefill and job.config.quantized and 0 < terms.fused_rows < job.rank_batch * job.config.prompt_len:
             # an operator that dequantizes counts as the mean of the others, as in `EngineOverhead.prefill_piece_s`
             model_s *= 1 + traced.products_in_layers / max(1, traced.launches)
+        if prefill:
+            model_s *= plan.prefill_parts
         host_s += model_s * (LAUNCH_SLOWDOWN if job.on_gpu else 1.0)
     return host_s
 

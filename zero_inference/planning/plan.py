@@ -215,7 +215,7 @@ class Plan:
                 "host_to_device_bytes_per_step": plan.fetched_bytes_on(device)
                 + round(plan.layer_share_on(device) * plan.copied_kv_bytes),
             }
-            for device in range(len(self.job.devices) if devices else 0)
+            for device in range(len(self.job.devices) if len(self.job.devices) > 1 else 0)
         ]
 
     def describe_gpus(self) -> list[tuple[str, str]]:

@@ -22,6 +22,12 @@ from zero_inference.utils.patching import Patches
 MIN_SPLIT_TOKENS = 2048
 
 
+def count_parts(batch: int, length: int, devices: int) -> int:
+    """Return the micro-batches of a pass of `batch` sequences, `length` tokens each; 1 where it is not divided."""
+    divided = 1 < length != batch and batch * length >= MIN_SPLIT_TOKENS
+    return min(devices, batch) if divided else 1
+
+
 class LayerDevices:
     """Hooks the decoder layers of `model`, which begins and ends on the first device.
 
@@ -82,8 +88,8 @@ class LayerDevices:
         if shape is None or not self.may_divide or not (cache is None or isinstance(cache, DeviceKVCache)):
             return
         self.batch, length = shape
-        count = min(len(self.streams), self.batch)
-        if count < 2 or length < 2 or length == self.batch or self.batch * length < MIN_SPLIT_TOKENS:
+        count = count_parts(self.batch, length, len(self.streams))
+        if count < 2:
             return
         ends = [self.batch * part // count for part in range(count + 1)]
         self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]

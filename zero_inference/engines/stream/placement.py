@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -124,6 +125,13 @@ class Placement:
     def slots_on(self, device: int) -> int:
         """Return the slots of the ring buffer of `device`, no more than it has blocks in host memory."""
         return min(self.ring_depth, len(self.on(device, self.in_host_memory)))
+
+    @property
+    def may_divide(self) -> bool:
+        """True if rings can hold all blocks of a layer for several micro-batches, and prefetch one more if there is one."""
+        in_layer = Counter(self.blocks[block].layer for block in self.in_host_memory)
+        most = 1 + max(in_layer.values(), default=0)
+        return all(self.slots_on(each) >= min(most, len(self.on(each, self.in_host_memory))) for each in self.devices)
 
     @property
     def workspace_bytes(self) -> int:

@@ -29,6 +29,7 @@ from zero_inference.engines.stream.cpu_plan import (
     why_no_cpu_compute,
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
+from zero_inference.engines.stream.devices import count_parts
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import (
     DEFAULT_RING_DEPTH,
@@ -83,6 +84,13 @@ class StreamPlan(EnginePlan):
     @property
     def layer_devices(self) -> Sequence[int]:
         return self.placement.layer_devices
+
+    @property
+    def prefill_parts(self) -> int:
+        job = self.job
+        if not (self.preallocated_cache and self.placement.may_divide) or job.config.kv_offload:
+            return 1
+        return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices))
 
     def weight_bytes_on(self, device: int) -> int:
         return self.placement.device_bytes_on(device)

@@ -9,7 +9,6 @@ With several devices each has a ring; devices.py copies hidden states between th
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -90,7 +89,7 @@ class Prefetcher:
         self.blocks: list[HookedBlock] = []
         prefix, layers = decoder_layers(model)
         self.layers = LayerDevices(
-            model, layers, placement.layer_devices, streams, self._may_divide(), self.outside_graphs
+            model, layers, placement.layer_devices, streams, placement.may_divide, self.outside_graphs
         )
         self.compute = self.layers.compute
         try:
@@ -198,14 +197,6 @@ class Prefetcher:
         if placement is not self.placement:
             self.placement = placement
             self.on_placement_changed(placement)
-
-    def _may_divide(self) -> bool:
-        """Return whether the rings can hold all blocks of a layer for several micro-batches, and prefetch one more if there is one."""
-        placement = self.placement
-        in_layer = Counter(placement.blocks[block].layer for block in placement.in_host_memory)
-        blocks = (placement.on(device, placement.in_host_memory) for device in self.rings)
-        needed = (min(1 + max(in_layer.values()), len(each)) for each in blocks)
-        return all(ring.depth >= count for ring, count in zip(self.rings.values(), needed))
 
     def outside_graphs(self, work: Callable[[], Any]) -> Any:
         """Call `work` now and, during a capture, at the same point of each replay."""
