@@ -332,6 +332,15 @@ def test_of_several_gpus_those_that_help_are_used(capfd):
     assert [each["layers"] for each in large["gpus"]] == [24, 24]
     moved = large["moved_per_step"]["host_to_device_bytes_per_step"]
     assert sum(each["host_to_device_bytes_per_step"] for each in large["gpus"]) == pytest.approx(moved, abs=2)
+    where = ["--dummy", "--dry-run", "--assume", "gpus=2x40GiB,host=64GiB"]
+    for engine, links in (("resident", 0), ("stream --gpu-memory 10", 1)):
+        assert main(["run_model.py", *f"--model opt-30b --num-gpus 2 --engine {engine}".split(), *where]) == 0
+        printed = capfd.readouterr().out
+        assert printed.count("\n  layers         24 on GPU 0, 24 on GPU 1\n") == 1
+        assert (
+            len(re.findall(r"\n  links          each decode step \S+ GiB to GPU 0, \S+ GiB to GPU 1\n", printed))
+            == links
+        )
     for options, count in (("--model opt-30b --num-gpus 1", 1), ("--model opt-1.3b --num-gpus all", 2)):
         assert dry(options)["config"]["num_gpus"] == count, "as asked"
     assert dry("--model opt-30b --num-gpus 1")["faster"][0]["options"] == "--num-gpus all"

@@ -219,10 +219,15 @@ class Plan:
         ]
 
     def describe_gpus(self) -> list[tuple[str, str]]:
-        """Return the layers on each GPU and the bytes over each link, as label and text; nothing with one GPU."""
+        """Return the layers on each GPU and the bytes over each link, if any, as label and text; nothing with one GPU."""
         layers = [f"{each['layers']} on GPU {each['index']}" for each in self.by_gpu]
         sent = [f"{format_bytes(each['host_to_device_bytes_per_step'])} to GPU {each['index']}" for each in self.by_gpu]
-        return [("layers", ", ".join(layers)), ("links", f"each decode step {', '.join(sent)}")] if self.by_gpu else []
+        links = (
+            f"each decode step {', '.join(sent)}"
+            if any(each["host_to_device_bytes_per_step"] for each in self.by_gpu)
+            else ""
+        )
+        return [(label, text) for label, text in (("layers", ", ".join(layers)), ("links", links)) if text]
 
     @property
     def unchosen_experts(self) -> str | None:
