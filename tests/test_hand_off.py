@@ -404,7 +404,7 @@ def test_layers_of_several_gpus_share_the_pool():
     graphs, outputs = [torch.cuda.CUDAGraph() for _ in devices], []
     with calls.capturing() as captured:
         for device, graph, task, hidden in zip(devices, graphs, tasks, inputs):
-            with torch.cuda.device(device), torch.cuda.graph(graph):
+            with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
                 outputs += calls(task, hidden)
     for _ in range(20):
         x = torch.randn(2, COLUMNS)

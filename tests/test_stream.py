@@ -17,6 +17,7 @@ import torch
 from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, start_python, without_gpus
 from forks import PROGRAM, wait_for_all
 
+from zero_inference.config.options import MULTI_GPU_ENGINES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout
@@ -74,9 +75,10 @@ def save_as(name: str, fields: dict, folder) -> None:
 def load(folder, devices=1, **options):
     """Load with the stream engine, over several GPUs, or where there are none, as if the CPU were `devices` of them."""
     chosen = dict(engine="stream", dtype="float32", batch_size=BATCH, prompt_len=PROMPT, gen_len=GEN)
-    if options.get("engine", "stream") == "stream":
+    chosen["engine"] = options.get("engine", "stream")
+    if chosen["engine"] == "stream":
         chosen["gpu_memory"] = 0  # on a GPU small models would stay there
-    if devices > 1:
+    if chosen["engine"] in MULTI_GPU_ENGINES and (devices > 1 or torch.cuda.is_available()):
         chosen["num_gpus"] = devices
     config = RunConfig(model=str(folder), **chosen | options).validate()
     ranks = detect_ranks()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +38,9 @@ from zero_inference.utils.patching import Patches
 
 # Eager steps in a row right before a capture: libraries take their memory, and blocks are placed and used as in the step to come
 EAGER_STEPS = 2
-# One step of each kind is timed, which is noisy, and other work of the host slows down later steps of Python, but not those of a graph
+# Few steps of each kind are timed, which is noisy, and other work of the host slows down later steps of Python, but not those of a graph
 MAX_SLOWDOWN = 1.1
+REPLAYS = 3  # the first one takes longer
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
 REMEDIES = {  # by reason; "use --decode-graph off" for the others
@@ -178,17 +180,20 @@ class StepGraph:
         return CausalLMOutputWithPast(logits=self.captured.output, past_key_values=cache)
 
     def _verify(self, call: dict[str, Any]) -> Any:
-        """Compute a step in three ways: by the graph, twice; eagerly with the graph's mask, to compare results; and eagerly as usual, to
-        compare times. Return the output of the last one."""
+        """Compute a step in three ways: by the graph, a few times; eagerly with the graph's mask, to compare results; and eagerly as usual.
+        The fastest of each kind counts. Return the output of the last one."""
         cache, position = call["past_key_values"], call["past_key_values"].get_seq_length()
         streams = [device.streams for device in self.prefetcher.timeline.devices]
         try:
-            for _ in range(2):  # the first time takes longer
+            graph_s = math.inf
+            for _ in range(REPLAYS):
                 self.prefetcher.begin_captured_pass()
-                graph_s, output = _timed(lambda: self._replay(call), streams)
+                replay_s, output = _timed(lambda: self._replay(call), streams)
+                graph_s = min(graph_s, replay_s)
                 cache.advance(-1)
             of_graph = [output.logits[:, -1].clone(), *cache.at(position)]
-            output = self.original_forward(**call | {"attention_mask": visible_positions(call, self.dtype)})
+            with_mask = call | {"attention_mask": visible_positions(call, self.dtype)}
+            masked_s, output = _timed(lambda: self.original_forward(**with_mask), streams)
             eager = [output.logits[:, -1].clone(), *cache.at(position)]
             differences = [_difference(one, other).to(call["input_ids"].device) for one, other in zip(of_graph, eager)]
             cache.advance(-1)
@@ -197,6 +202,7 @@ class StepGraph:
             self._give_up(f"it could not be verified ({first_line(error)})")
             return self.original_forward(**call)
         eager_s, output = _timed(lambda: self.original_forward(**call), streams)
+        eager_s = min(eager_s, masked_s)
         difference = float(torch.stack(differences).max())  # NaN, if one of them is
         measured: dict[str, Any] = {"difference": difference, "graph_s": graph_s, "launched_s": eager_s}
         if not difference <= MAX_DIFFERENCE[self.dtype]:

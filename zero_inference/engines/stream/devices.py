@@ -63,14 +63,15 @@ class LayerDevices:
         self.moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent: torch.Tensor | None = None  # hidden states of all micro-batches for the next layer, on its device
         self.arrived: list[Any] = []  # by micro-batch: the event after its copy into `sent`
+        self.inputs: tuple[tuple, dict[str, Any]] = (), {}  # of the layer that computes, of the whole batch
         if len(streams) == 1:
             return
         self.copy_streams = [each.stream() for each in streams]
         for index, layer in enumerate(layers):
-            before = partial(self._before, layer_devices[index])
-            self.patches.add_hooks(layer.register_forward_pre_hook(before, with_kwargs=True))
-            self.patches.set_attr(layer, "forward", partial(self._forward, index, layer.forward))
-        self.patches.add_hooks(layers[-1].register_forward_hook(self._after_last))
+            self.patches.add_hooks(
+                layer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True),
+                layer.register_forward_hook(partial(self._after, index)),
+            )
 
     def close(self) -> None:
         self.patches.close()
@@ -95,15 +96,25 @@ class LayerDevices:
         self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
         self.batch_part = BatchPart() if cache is None else cache.part
 
-    def _before(
-        self, device: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        return self._enter(device, (args, kwargs), args[0] if args else kwargs.get("hidden_states"))
+    def _before(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """Let a layer compute on its device, of a pass that is divided the first micro-batch."""
+        device, hidden = self.layer_devices[index], args[0] if args else kwargs.get("hidden_states")
+        self.inputs = self._enter(device, (args, kwargs), hidden)
+        if len(self.parts) == 1:
+            return self.inputs
+        if hidden is not self.sent:
+            self._await_parts(device)
+        return self._inputs_of(0, device)
 
-    def _after_last(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        self._await_parts(0)
-        output = self._enter(0, output, output)
-        self.begin_pass()
+    def _after(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Let a layer compute the other micro-batches, and send each to the device of the next layer."""
+        is_last_layer = index + 1 == len(self.layer_devices)
+        if len(self.parts) > 1:
+            output = self._finish_parts(module, output, index, 0 if is_last_layer else self.layer_devices[index + 1])
+        if is_last_layer:
+            self._await_parts(0)
+            output = self._enter(0, output, output)
+            self.begin_pass()
         return output
 
     def _enter(self, device: int, values: Any, once: Any) -> Any:
@@ -136,34 +147,31 @@ class LayerDevices:
             self.moved.pop((id(tensor), target), None)
         return values
 
-    def _forward(self, index: int, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call a layer, once for each micro-batch, and send each to the device of the next layer."""
-        if len(self.parts) == 1:
-            return original(*args, **kwargs)
+    def _inputs_of(self, part: int, device: int) -> tuple[tuple, dict[str, Any]]:
+        """Return the inputs of a micro-batch once it has arrived."""
+        self.part, rows = part, self.parts[part]
+        if self.arrived:
+            self.compute.streams[device].wait_event(self.arrived[part])
+        self.batch_part.rows, self.batch_part.batch, self.batch_part.is_last = rows, self.batch, self.is_last_part
+        return replace_tensors(self.inputs, partial(_rows_of, rows, self.batch))
+
+    def _finish_parts(self, layer: nn.Module, output: Any, index: int, next_device: int) -> Any:
+        """Return the output of the whole batch, given that of the first micro-batch; its hidden states are on `next_device`."""
         device = self.layer_devices[index]
-        next_device = self.layer_devices[index + 1] if index + 1 < len(self.layer_devices) else 0
-        hidden, arrived = args[0] if args else kwargs.get("hidden_states"), self.arrived
-        if hidden is not self.sent:
-            self._await_parts(device)
-            arrived = []
-        outputs, sent, self.arrived = [], None, []
-        try:
-            for part, rows in enumerate(self.parts):
-                self.part = part
-                if arrived:
-                    self.compute.streams[device].wait_event(arrived[part])
-                self.batch_part.rows, self.batch_part.batch = rows, self.batch
-                self.batch_part.is_last = self.is_last_part
-                pick = partial(_rows_of, rows, self.batch)
-                output = original(*replace_tensors(args, pick), **replace_tensors(kwargs, pick))
-                first, *others = output if isinstance(output, tuple) else (output,)
-                if sent is None:
-                    sent = first.new_empty((self.batch, *first.shape[1:]), device=self.streams[next_device].device)
-                self.arrived.append(self._send(first, sent[rows], device, next_device))
-                outputs.append(others)
-        finally:
-            self.batch_part.rows = None
-        self.sent, self.part = sent, 0
+        sent: torch.Tensor | None = None
+        outputs, arrived = [], []
+        for part, rows in enumerate(self.parts):
+            if part > 0:
+                args, kwargs = self._inputs_of(part, device)
+                output = layer.forward(*args, **kwargs)
+            hidden, *others = output if isinstance(output, tuple) else (output,)
+            if sent is None:
+                target = self.streams[next_device].device
+                sent = hidden.new_empty((self.batch, *hidden.shape[1:]), device=target)
+            arrived.append(self._send(hidden, sent[rows], device, next_device))
+            outputs.append(others)
+        self.batch_part.rows = None
+        self.sent, self.arrived, self.part, self.inputs = sent, arrived, 0, ((), {})
         if not isinstance(output, tuple):
             return sent
         return (sent, *(torch.cat(each) if torch.is_tensor(each[0]) else each[0] for each in zip(*outputs)))
