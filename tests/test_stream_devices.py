@@ -138,6 +138,24 @@ def test_the_cpu_takes_an_equal_share_of_each_link():
         assert [len(plan.on(device, computed)) for device in (0, 1)] == [8 * share] * 2
 
 
+def test_a_ring_may_wait_for_the_end_of_a_layer(checkpoints):
+    """Blocks are requested for the slots of a layer when it has ended on its device; ids stay the same."""
+    loaded, spec, ranks = load(checkpoints("llama"), devices=2, cpu_compute="0.3", ring_depth=4)
+    prefetcher, seen = prefetcher_of(loaded), []
+    for ring in prefetcher.rings.values():
+        ring.refills_after_layers = True
+
+        def refill(ring=ring, own=ring.refill):
+            seen.append(len(ring.released))
+            own()
+
+        ring.refill = refill
+    found = generate(loaded, spec, ranks, loops=2)
+    loaded.close()
+    assert torch.equal(found.output_ids, plain_ids(checkpoints("llama"), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+    assert max(seen) > 1, "several blocks of a layer at once"
+
+
 def test_links_copy_at_the_same_time():
     one = [BlockTimes(3.0, 1.0)] * 8
     two = [BlockTimes(3.0, 1.0, index % 2) for index in range(8)]

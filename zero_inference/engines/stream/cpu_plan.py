@@ -326,8 +326,8 @@ def best_split(placement: Placement, plan: CpuPlan) -> Split:
 def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]:
     """Return how many of a layer's missed experts the device fetches so that link and CPU end together, by the number of missed ones.
 
-    The links also copy streamed blocks, equally many bytes in each layer, but only that of the layer's device fetches experts. Empty where
-    fetching gains nothing.
+    The link of the layer's device also copies streamed blocks, equally many bytes for each of its layers, first while other devices compute
+    theirs. Empty where fetching gains nothing.
     """
     blocks = placement.cpu_experts
     if not blocks:
@@ -335,16 +335,15 @@ def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]
     size = sum(map(placement.expert_bytes, blocks)) / len(blocks)
     forms = [placement.blocks[block].experts for block in blocks]
     cpu, one_link = rates.cores_gb_per_s * 1e9, rates.link_gb_per_s / len(placement.devices) * 1e9
-    ahead_s = placement.nbytes_of(placement.streamed) / placement.layers / (rates.link_gb_per_s * 1e9)
+    copies_s = placement.nbytes_of(placement.streamed) / placement.layers / one_link
 
     def seconds(missed: int, fetched: int) -> float:
         left = missed - fetched
         cpu_s = rates.call_overhead_s(left * size, left) + left * size / cpu
-        return (
-            max(cpu_s, ahead_s + fetched * size / (FETCH_RATE_RATIO * one_link) + FETCHED_PRODUCTS_S)
-            if fetched
-            else cpu_s
-        )
+        if not fetched:
+            return cpu_s
+        ahead_s = max(0.0, copies_s - (len(placement.devices) - 1) * cpu_s)
+        return max(cpu_s, ahead_s + fetched * size / (FETCH_RATE_RATIO * one_link) + FETCHED_PRODUCTS_S)
 
     most = max(min(form.num_experts, placement.decode_tokens * form.top_k) for form in forms)
     quota = tuple(

@@ -36,6 +36,7 @@ class LayerDevices:
         layer_devices: index of the device of each layer.
         may_divide: long passes may be divided.
         outside_graphs: calls host work that CUDA graphs cannot contain.
+        leave_layer: called with the index of a device, as part of such work, when the device has computed a layer.
 
     Attributes:
         part: index of the micro-batch that computes.
@@ -50,9 +51,10 @@ class LayerDevices:
         streams: Sequence[DeviceStreams],
         may_divide: bool = False,
         outside_graphs: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+        leave_layer: Callable[[int], Any] = lambda device: None,
     ):
         self.streams, self.layer_devices, self.may_divide = streams, layer_devices, may_divide
-        self.outside_graphs = outside_graphs
+        self.outside_graphs, self.leave_layer = outside_graphs, leave_layer
         self.compute = ComputeStreams(model, streams)
         self.patches = Patches()
         self.parts: Sequence[slice] = (slice(None),)
@@ -126,7 +128,8 @@ class LayerDevices:
         target = self.streams[device].device
         found = {id(each): each for each in tensors_in(values) if each.device != target}
         sources = [each for key, each in found.items() if (key, target) not in self.moved]
-        if sources or device != self.compute.device:
+        left = self.compute.device
+        if sources or device != left:
             copies: list[torch.Tensor] = []
 
             def move() -> None:
@@ -134,6 +137,7 @@ class LayerDevices:
                     copies.extend(torch.empty_like(each, device=target) for each in sources)
                 for copy, source in zip(copies, sources):
                     copy.copy_(source, non_blocking=True)
+                self.leave_layer(left)
                 self.compute.enter(device)
 
             self.outside_graphs(move)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
@@ -132,6 +132,13 @@ class Placement:
         in_layer = Counter(self.blocks[block].layer for block in self.in_host_memory)
         most = 1 + max(in_layer.values(), default=0)
         return all(self.slots_on(each) >= min(most, len(self.on(each, self.in_host_memory))) for each in self.devices)
+
+    @property
+    def refills_after_layers(self) -> bool:
+        """True if a ring copies its next blocks only when its device has computed a layer, while others compute theirs: before, the link
+        fetches experts."""
+        takes_turns = all(device != following for device, following in pairwise(self.layer_devices))
+        return bool(self.quota) and len(self.devices) > 1 and takes_turns and self.may_divide
 
     @property
     def workspace_bytes(self) -> int:

@@ -72,7 +72,8 @@ class Prefetcher:
             if blocks := placement.on(device, placement.in_host_memory):
                 gathered = {index: caches[index].gather for index in placement.on(device, placement.gathered)}
                 depth = placement.slots_on(device)
-                self.rings[device] = RingBuffer(store, blocks, depth, timeline, transfers, gathered)
+                after_layers = placement.refills_after_layers
+                self.rings[device] = RingBuffer(store, blocks, depth, timeline, transfers, after_layers, gathered)
         self.rebalancer = Rebalancer(cpu if self.rings else None, self.timeline)
         self.on_placement_changed: Callable[[Placement], None] = lambda placement: None
 
@@ -89,7 +90,13 @@ class Prefetcher:
         self.blocks: list[HookedBlock] = []
         prefix, layers = decoder_layers(model)
         self.layers = LayerDevices(
-            model, layers, placement.layer_devices, streams, placement.may_divide, self.outside_graphs
+            model,
+            layers,
+            placement.layer_devices,
+            streams,
+            placement.may_divide,
+            self.outside_graphs,
+            leave_layer=lambda device: self.rings[device].refill() if device in self.rings else None,
         )
         self.compute = self.layers.compute
         try:

@@ -37,6 +37,7 @@ class RingBuffer:
 
     Args:
         blocks: indices of all blocks that may be streamed; a slot is as large as the largest of them.
+        refills_after_layers: released slots are filled when `refill` is called, at the end of a layer; else at once.
         gathered: by block, for blocks with an expert cache: a function (buffer on the device) -> bytes that crossed the link, which
             assembles the block on the current stream from cached experts and host memory.
     """
@@ -48,9 +49,11 @@ class RingBuffer:
         depth: int,
         timeline: DeviceTimeline,
         transfers: Transfers,
+        refills_after_layers: bool = False,
         gathered: Mapping[int, Callable[[torch.Tensor], int]] | None = None,
     ):
         self.store, self.timeline, self.transfers = store, timeline, transfers
+        self.refills_after_layers = refills_after_layers
         self.streams, self.gathered = timeline.streams, dict(gathered or {})
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         device = self.streams.device
@@ -60,6 +63,7 @@ class RingBuffer:
         self.last_span: list[Any] = [None] * depth  # by slot: the computation that used it, for the timeline
         self.empty: deque[int] = deque(range(depth))  # slots for which nothing was requested
         self.copy_stream = self.streams.stream()
+        self.released: list[int] = []  # slots that wait for `refill`
         self.pending: deque[_Fetch] = deque()  # requested, not acquired yet
         self.held: dict[int, _Fetch] = {}  # by block: acquired, not released yet
         # the copies run ahead of the computation, so they may already be in the next pass
@@ -86,6 +90,7 @@ class RingBuffer:
 
         Pending copies are used where these passes need the same blocks, and dropped otherwise.
         """
+        self.refill()  # after a pass that failed
         order, next_order = tuple(order or next_order), tuple(next_order)
         pending = [fetch.block for fetch in self.pending]
         in_their_slots = all(
@@ -125,12 +130,22 @@ class RingBuffer:
         return fetch.slot
 
     def release(self, block: int) -> None:
-        """Free the slot of an acquired block once the work queued so far is done, and request one more block."""
+        """Free the slot of an acquired block once the work queued so far is done, or that up to `refill`."""
         slot = self.held.pop(block).slot
-        self.last_use[slot] = self.streams.record_event(self.streams.current())
         self.last_span[slot] = self.timeline.spans[-1] if self.timeline.spans else None
-        self.empty.append(slot)
-        self._request_all()
+        self.released.append(slot)
+        if not self.refills_after_layers:
+            self.refill()
+
+    def refill(self) -> None:
+        """Request blocks for the released slots, to be copied when the work queued so far is done."""
+        if self.released:
+            event = self.streams.record_event(self.streams.current())
+            for slot in self.released:
+                self.last_use[slot] = event
+            self.empty += self.released
+            self.released.clear()
+            self._request_all()
 
     def close(self) -> None:
         self.streams.synchronize()
