@@ -41,8 +41,8 @@ EAGER_STEPS = 2
 # Few steps of each kind are timed, which is noisy, and other work of the host slows down later steps of Python, but not those of a graph
 MAX_SLOWDOWN = 1.1
 REPLAYS = 3  # the first one takes longer
-# Layers up to which `MAX_DIFFERENCE` holds for a whole step; roundings of more add up: Llama-3.1-70B, with random weights, differs by 0.084 to
-# 0.100 in bfloat16 (h100-readme, h200-x2-one-process), and was refused at 0.1.
+# Layers up to which `MAX_DIFFERENCE` holds for a whole step; roundings of more add up: Llama-3.1-70B, with random weights, differs by 0.084
+# to 0.100 in bfloat16 (h100-readme, h200-x2-one-process), and was refused at 0.1.
 ROUNDED_LAYERS = 40
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
