@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from conftest import FAMILIES, plain_ids
+from test_machine import H200, MACHINE, planned, replace
 from test_stream import BATCH, GEN, PROMPT, VOCAB, generate, layers_of, load
 from test_stream_cpu import prefetcher_of
 
@@ -17,6 +18,7 @@ from zero_inference.engines.stream import devices
 from zero_inference.engines.stream.devices import replace_tensors
 from zero_inference.engines.stream.placement import assign_layers, plan_placement
 from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
+from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.prompts import random_ids
 
@@ -101,6 +103,9 @@ def test_layers_take_turns_in_proportion_to_what_devices_take():
     # 2 and 0 of 8 layers are resident, and each link brings 3
     uneven = assign_layers(eight, [2 * GIB, 0])
     assert (uneven.count(0), uneven.count(1)) == (5, 3) and uneven[:2] in ((0, 1), (0, 0))
+    slow = assign_layers([GIB] * 40, [0, 0], [0.75, 0.25])
+    assert (slow.count(0), slow.count(1)) == (30, 10), "in proportion to the rates of the links"
+    assert all(1 in slow[first : first + 5] for first in range(0, 40, 5)), "and by turns"
     draw = random.Random(0)
     for _ in range(200):
         sizes = [draw.randint(1, 3) * GIB for _ in range(draw.randint(4, 40))]
@@ -136,6 +141,18 @@ def test_the_cpu_takes_an_equal_share_of_each_link():
     for share in (0.25, 0.5, 0.75):
         computed = plan.with_even_cpu_share(share).cpu_computed
         assert [len(plan.on(device, computed)) for device in (0, 1)] == [8 * share] * 2
+
+
+def test_a_plan_divides_layers_by_the_rates_of_the_links():
+    """In a described machine whose second GPU is in a slot of 4 lanes, with and without the CPU."""
+    gpus = tuple(replace(H200, link_gb_per_s=rate) for rate in (50.0, 12.5))
+    machine = Machine(replace(MACHINE, gpus=gpus, all_links_gb_per_s=62.5))
+    options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --num-gpus 2"
+    for cpu in ("off", "auto"):
+        found = planned(f"{options} --cpu-compute {cpu}", machine).engine_plan
+        assert [found.layer_devices.count(device) for device in (0, 1)] == [32, 8]
+        fast, slow = (found.fetched_bytes_on(device) for device in (0, 1))
+        assert 3 < fast / slow < 5, "each link has as much to copy as it can"
 
 
 def test_a_ring_may_wait_for_the_end_of_a_layer(checkpoints):

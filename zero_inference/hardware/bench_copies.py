@@ -83,7 +83,7 @@ def _device_block(device: torch.device) -> torch.Tensor:
 
 
 def copy_gb_per_s(*lanes: Lane, seconds: float = 0.5) -> float:
-    """Return median GB/s, summed, of copies in all `lanes` at the same time, the same bytes in each; the slowest lane ends a round."""
+    """Return median GB/s, summed, of copies in all `lanes` at the same time, the same bytes in each."""
     return statistics.median(_rounds(lanes, seconds))
 
 
@@ -95,8 +95,8 @@ def lane_between(source: torch.device, target: torch.device) -> Lane:
 def host_to_device_rounds(
     devices: Sequence[torch.device], seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
 ) -> list[float]:
-    """Return GB/s, summed, of three or more rounds of copies from page-locked memory to all `devices` at once, the same bytes to each; the
-    slowest link ends a round. `sources` (`blocks_of`) go to the devices in turn; errors as of `lane_to`."""
+    """Return GB/s, summed, of three or more rounds of copies from page-locked memory to all `devices` at once, the same bytes to each.
+    `sources` (`blocks_of`) go to the devices in turn; errors as of `lane_to`."""
     return _rounds([lane_to(device, sources=sources) for device in devices], seconds)
 
 
@@ -127,8 +127,8 @@ def _copy_next(lane: Lane) -> int:
 
 
 def _cuda_rounds(lanes: Sequence[Lane]) -> Generator[tuple[int, float], None, None]:
-    """Yield the bytes of a round, and the time of its slowest lane. Each lane has a stream. A round is enqueued before the previous one is
-    waited for, so that links are never idle, as with an engine's ring buffer."""
+    """Yield the bytes of a round, and the time that they take at the sum of the lanes' rates. Each lane has a stream. A round is enqueued
+    before the previous one is waited for, so that links are never idle, as with an engine's ring buffer."""
     streams = [torch.cuda.Stream(lane.device) for lane in lanes]
     for device in {lane.device for lane in lanes}:  # the blocks are filled on other streams
         torch.cuda.synchronize(device)
@@ -139,28 +139,27 @@ def _cuda_rounds(lanes: Sequence[Lane]) -> Generator[tuple[int, float], None, No
             event.record(stream)
         return events
 
-    def enqueue() -> tuple[int, list[torch.cuda.Event]]:
-        total, left = 0, [BLOCKS * BLOCK_BYTES] * len(lanes)
+    def enqueue() -> tuple[list[int], list[torch.cuda.Event], list[torch.cuda.Event]]:
+        starts, total, left = record_events(), [0] * len(lanes), [BLOCKS * BLOCK_BYTES] * len(lanes)
         while any(count > 0 for count in left):  # alternating, so that all lanes start at once
             for index, (lane, stream) in enumerate(zip(lanes, streams)):
                 if left[index] > 0:
                     with torch.cuda.stream(stream):
                         copied = _copy_next(lane)
-                    total += copied
+                    total[index] += copied
                     left[index] -= copied
-        return total, record_events()
+        return total, starts, record_events()
 
-    starts = record_events()
     enqueued = enqueue()
     try:
         while True:
-            (copied, ends), enqueued = enqueued, enqueue()
+            (copied, starts, ends), enqueued = enqueued, enqueue()
             for end in ends:
                 end.synchronize()
-            yield copied, max(start.elapsed_time(end) for start, end in zip(starts, ends)) / 1e3
-            starts = ends
+            times_s = (start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends))
+            yield sum(copied), sum(copied) / sum(nbytes / seconds for nbytes, seconds in zip(copied, times_s))
     finally:
-        for end in enqueued[1]:
+        for end in enqueued[-1]:
             end.synchronize()
 
 
@@ -194,10 +193,9 @@ class CopyRound(NamedTuple):
             end.synchronize()
 
     def gb_per_s(self) -> float:
-        """Wait for the copies, and return the GB/s of all links together; the slowest one ends the round."""
+        """Wait for the copies, and return the sum of the links' GB/s."""
         self.wait()
-        slowest_ms = max(start.elapsed_time(end) for start, end in zip(self.starts, self.ends))
-        return len(self.ends) * self.link_bytes / slowest_ms / 1e6
+        return sum(self.link_bytes / start.elapsed_time(end) / 1e6 for start, end in zip(self.starts, self.ends))
 
 
 class BusyLinks:

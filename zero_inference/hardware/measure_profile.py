@@ -420,7 +420,8 @@ def measure_this_machine(disk: Path | None, say: Say) -> tuple[dict[str, Any], H
         report = make_report(devices, disk)
         if on_gpu:
             launch_bench.visit()
-        gpus, host_memory_bytes = _gpus(devices) if on_gpu else (), available_host_bytes()
+        links_gb_per_s = [gpu["host_to_device_pinned_gbps"] for gpu in report["gpus"]]
+        gpus, host_memory_bytes = _gpus(devices, links_gb_per_s) if on_gpu else (), available_host_bytes()
         task.at("step 4 of 5, products on the device", 3)
         device_products = _device_products(device, say)
         task.at("step 5 of 5, loading of weights", 4)
@@ -531,12 +532,13 @@ def _or_warn(say: Say, measure: Callable[[], T]) -> T | None:
         return None
 
 
-def _gpus(devices: Sequence[torch.device]) -> tuple[Gpu, ...]:
+def _gpus(devices: Sequence[torch.device], links_gb_per_s: Sequence[float | None]) -> tuple[Gpu, ...]:
     torch.cuda.empty_cache()
     gpus = []
-    for device in devices:
+    for device, rate in zip(devices, links_gb_per_s, strict=True):
         free, total = torch.cuda.mem_get_info(device)
-        gpus.append(Gpu(name=torch.cuda.get_device_name(device), memory_bytes=total, free_bytes=free))
+        name = torch.cuda.get_device_name(device)
+        gpus.append(Gpu(name=name, memory_bytes=total, free_bytes=free, link_gb_per_s=rate))
     return tuple(gpus)
 
 

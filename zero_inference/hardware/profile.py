@@ -61,6 +61,7 @@ class Gpu(_ProfilePart):
     name: str
     memory_bytes: Bytes
     free_bytes: Bytes  # available to a process that has created its CUDA context
+    link_gb_per_s: Rate | None = None  # page-locked copies to this GPU alone
 
     @model_validator(mode="after")
     def _check(self) -> Gpu:
@@ -372,6 +373,15 @@ def links_gb_per_s(profile: HardwareProfile, gpus: int) -> float | None:
     if every is not None:
         return gpus / interpolate({1: 1 / one, len(profile.gpus): len(profile.gpus) / every}, gpus)
     return min(gpus * one, one + profile.cores.read_gb_per_s) if profile.cores else gpus * one
+
+
+def link_shares(profile: HardwareProfile | None, gpus: int) -> tuple[float, ...]:
+    """Return each GPU's share (0 to 1) of the rate of the first `gpus` links; equal shares where the rate of one is unknown."""
+    rates = [gpu.link_gb_per_s for gpu in profile.gpus[:gpus]] if profile is not None else []
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < gpus:
+        return (1 / gpus,) * gpus
+    return tuple(rate / sum(known) for rate in known)
 
 
 def concurrent_rates(profile: HardwareProfile, work: CpuWorkload, gpus: int = 1) -> ConcurrentRates | str:

@@ -66,6 +66,7 @@ class Placement:
     free_bytes: tuple[int | None, ...] = (
         None,
     )  # by device: for blocks, ring, workspace and fetched experts; None: unlimited
+    link_shares: tuple[float, ...] = (1.0,)  # by device, of the rate of all links
     embedding: EmbeddingTable | None = None  # the input embedding if it is in host memory
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
     scheme: GroupQuantization | None = None  # None where weights keep 16 bits
@@ -389,16 +390,19 @@ class Placement:
         return chosen
 
 
-def assign_layers(layer_bytes: Sequence[int], capacities: Sequence[int | None]) -> tuple[int, ...]:
+def assign_layers(
+    layer_bytes: Sequence[int], capacities: Sequence[int | None], link_shares: Sequence[float] = ()
+) -> tuple[int, ...]:
     """Return the device of each layer.
 
     Devices that hold all layers together get consecutive ones, because hidden states then change devices least often. Otherwise devices
-    take turns, so that each link copies while the other devices compute. Each gets as many bytes as are resident there, and an equal share
-    of the bytes that are not.
+    take turns, so that each link copies while the other devices compute. Each gets as many bytes as are resident there, and of the bytes
+    that are not, the share that its link has of the rate of all links.
 
     Args:
         layer_bytes: of each layer.
         capacities: by device, the bytes of layers that may be resident; None: unlimited.
+        link_shares: by device (0 to 1); empty: equal.
     """
     count, total = len(capacities), sum(layer_bytes)
     resident = [total / count if each is None else min(each, total) for each in capacities]
@@ -409,8 +413,9 @@ def assign_layers(layer_bytes: Sequence[int], capacities: Sequence[int | None]) 
         taken = [sum(size for size, device in zip(layer_bytes, devices) if device == each) for each in range(count)]
         if all(capacity is None or nbytes <= capacity for nbytes, capacity in zip(taken, capacities)):
             return devices
-    streamed = max(0.0, total - sum(resident)) / count
-    shares = [(each + streamed) / total for each in resident]
+    streamed = max(0.0, total - sum(resident))
+    links = link_shares or [1 / count] * count
+    shares = [(each + link * streamed) / total for each, link in zip(resident, links, strict=True)]
     taken, turns = [0] * count, []
     for nbytes, passed in zip(layer_bytes, accumulate(layer_bytes)):
         turns.append(max(range(count), key=lambda device: shares[device] * passed - taken[device]))  # lacks most
@@ -462,6 +467,7 @@ def plan_placement(
             outside_bytes,
             layer_devices,
             expert_budgets=(0,) * len(devices),
+            link_shares=(1 / len(devices),) * len(devices),
         )
         resident, budgets = [], []
         for device, room in enumerate(left):

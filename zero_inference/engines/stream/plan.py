@@ -49,7 +49,7 @@ from zero_inference.engines.stream.vocabulary import (
     find_host_embedding,
 )
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.hardware.profile import links_gb_per_s
+from zero_inference.hardware.profile import link_shares, links_gb_per_s
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
@@ -408,6 +408,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
     for block in blocks:
         layer_bytes[block.layer] += block.layout.nbytes
     workspace_bytes = max(block.layout.workspace_bytes for block in blocks)
+    links = link_shares(job.machine.profile(), len(job.devices))
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
@@ -429,7 +430,9 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
                 return budget or 0
             return min(max(0, left - workspace_bytes), left if budget is None else budget)
 
-        layer_devices = assign_layers(layer_bytes, [capacity(device) for device in devices]) if len(devices) > 1 else ()
+        layer_devices: tuple[int, ...] = ()
+        if len(devices) > 1:
+            layer_devices = assign_layers(layer_bytes, [capacity(device) for device in devices], links)
         shares = [layer_devices.count(device) / len(layer_bytes) for device in devices] if layer_devices else [1.0]
         taken_by = ""
         if job.free_device_bytes is not None:
@@ -448,7 +451,9 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
             taken_by,
         )
         gathers = job.pin_weights or not job.on_gpu
-        return replace(placement, embedding=embedding, gathers=gathers, scheme=_scheme(job), graphs=graphs)
+        return replace(
+            placement, embedding=embedding, gathers=gathers, scheme=_scheme(job), graphs=graphs, link_shares=links
+        )
 
     embedding = find_host_embedding(job)
     if embedding is None:

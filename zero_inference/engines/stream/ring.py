@@ -253,19 +253,21 @@ def overlapped_step_s(placement: Placement, cpu_s: Mapping[int, float], link_s: 
 
     Args:
         cpu_s: CPU seconds by block; the rest of `compute_s` is spread evenly over all blocks.
-        link_s: of all links at the same time, which share the bytes evenly.
+        link_s: of all links at the same time, if each has its share of the bytes.
     """
     streamed = set(placement.streamed)
     if not streamed or not link_s or not compute_s:
         return max(link_s, compute_s)
-    # of one link, each of which has a part of the bytes
-    number, byte_s = len(placement.blocks), len(placement.devices) * link_s / placement.nbytes_of(streamed)
+    number, shares = len(placement.blocks), placement.link_shares
+    byte_s = link_s / placement.nbytes_of(streamed)  # of all links together
     device_s = max(0.0, compute_s - sum(cpu_s.values())) / number  # of each block
     work_s = [device_s + cpu_s.get(block, 0.0) for block in range(number)]
     scale = compute_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `compute_s`
     blocks = [
         BlockTimes(
-            byte_s * placement.blocks[block].layout.nbytes if block in streamed else None,
+            byte_s / shares[placement.device_of(block)] * placement.blocks[block].layout.nbytes
+            if block in streamed
+            else None,
             scale * seconds,
             placement.device_of(block),
         )
