@@ -13,6 +13,7 @@ from conftest import FAMILIES, plain_ids
 from test_machine import H200, MACHINE, planned, replace
 from test_stream import BATCH, GEN, PROMPT, VOCAB, generate, layers_of, load
 from test_stream_cpu import prefetcher_of
+from transformers import AutoModelForCausalLM
 
 from zero_inference.engines.stream import devices
 from zero_inference.engines.stream.devices import replace_tensors
@@ -20,6 +21,7 @@ from zero_inference.engines.stream.placement import assign_layers, plan_placemen
 from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
 from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import DeviceKVCache
+from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
 
 DEVICES = max(2, min(3, torch.cuda.device_count())) if torch.cuda.is_available() else 3
@@ -220,3 +222,48 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
     assert torch.equal(one, two)
     for key, same in zip(keys, same_keys, strict=True):
         torch.testing.assert_close(key, same, atol=1e-5, rtol=1e-4)
+
+
+@needs_gpus
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(family, checkpoints, monkeypatch):
+    """A model that makes its own cache would add each micro-batch to it as more positions; BLOOM's biases have no row for each sequence."""
+    monkeypatch.setattr(devices, "MIN_SPLIT_TOKENS", 16)
+    folder, ids = checkpoints(family), random_ids(0, 4, PROMPT, VOCAB)
+    loaded, spec, _ = load(folder, devices=2, cpu_compute="off", ring_depth=5, batch_size=4)
+    layers, cache = prefetcher_of(loaded).layers, DeviceKVCache(spec.config, PROMPT)
+    expected, parts = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    layers_of_model = decoder_layers(loaded.model)[1]
+    layers_of_model[1].register_forward_hook(lambda *_: parts.append(len(layers.parts)))
+    with torch.inference_mode():
+        logits = expected(ids).logits
+        for inputs in ({}, {"past_key_values": cache}, {"use_cache": False}):
+            found = loaded.model(ids.to(loaded.device), **inputs).logits.cpu()
+            torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    loaded.close()
+    assert parts == ([1, 2, 2] if family == "llama" else [1, 1, 1])
+
+
+@needs_gpus
+def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
+    """It fails in the first layer, before the second device computes anything, and in the second, while a micro-batch is on its way."""
+    monkeypatch.setattr(devices, "MIN_SPLIT_TOKENS", 16)
+    ids = random_ids(0, 4, PROMPT, VOCAB)
+    expected = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32).eval()
+    loaded, *_ = load(checkpoints("llama"), devices=2, cpu_compute="off", ring_depth=5, batch_size=4)
+
+    def fail(module, args):
+        raise ValueError("this pass fails")
+
+    with torch.inference_mode():
+        logits = expected(ids).logits
+        for layer in decoder_layers(loaded.model)[1][:2]:
+            loaded.timeline.restart()
+            hook = layer.register_forward_pre_hook(fail)
+            with pytest.raises(ValueError, match="this pass fails"):
+                loaded.model(ids.to(loaded.device), use_cache=False)
+            hook.remove()
+            found = loaded.model(ids.to(loaded.device), use_cache=False).logits.cpu()
+            torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    assert loaded.timeline.link_use(0) is not None
+    loaded.close()

@@ -2,6 +2,7 @@
 
 In a long pass of several sequences the batch is divided into micro-batches, one a device. Each layer computes them one after the other, and
 the next layer's device begins with the first one while the second one still computes here, so that all devices compute at the same time.
+Passes that fill a cache of transformers' own are not divided, nor those whose layers get tensors of an unknown form, as BLOOM's biases are.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class LayerDevices:
         self.patches = Patches()
         self.parts: Sequence[slice] = (slice(None),)
         self.part = 0
-        self.batch_part = BatchPart()  # of the KV cache of this pass
+        self.may_divide_pass = False
+        self.batch_part = BatchPart()  # of the KV cache of a pass that may be divided
         self.batch = 0  # sequences of a pass that is divided
         # by id of a tensor and device: the tensor, which keeps its id, and its copy there
         self.moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -83,25 +85,35 @@ class LayerDevices:
     def is_last_part(self) -> bool:
         return self.part == len(self.parts) - 1
 
-    def begin_pass(self, shape: torch.Size | None = None, cache: Any = None) -> None:
-        """Begin a pass; with the `shape` [B, T] of its tokens it may be divided."""
-        self.moved.clear()  # after a pass that failed
+    def begin_pass(self, is_long: bool = False, cache: Any = None, use_cache: bool | None = None) -> None:
+        """Begin a pass with these arguments of the model; a long one may be divided."""
+        for stream in self.compute.streams:  # after a pass that failed its copies may still be under way
+            for event in self.arrived:
+                stream.wait_event(event)
+        self.moved.clear()
         self.sent, self.arrived, self.part, self.parts = None, [], 0, (slice(None),)
         self.batch_part.rows = None
-        if shape is None or not self.may_divide or not (cache is None or isinstance(cache, DeviceKVCache)):
+        fills_no_other_cache = isinstance(cache, DeviceKVCache) or (cache is None and use_cache is False)
+        self.may_divide_pass = self.may_divide and is_long and fills_no_other_cache
+        if self.may_divide_pass:
+            self.batch_part = BatchPart() if cache is None else cache.part
+
+    def _divide(self, hidden: Any) -> None:
+        """Choose the micro-batches for the first layer's `inputs`, among them the hidden states [B, T, H]."""
+        if not self.may_divide_pass or not torch.is_tensor(hidden) or hidden.dim() != 3:
             return
-        self.batch, length = shape
+        self.batch, length = hidden.shape[:2]
         count = count_parts(self.batch, length, len(self.streams))
-        if count < 2:
-            return
-        ends = [self.batch * part // count for part in range(count + 1)]
-        self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
-        self.batch_part = BatchPart() if cache is None else cache.part
+        if count > 1 and all(_is_divisible(each, self.batch, length) for each in tensors_in(self.inputs)):
+            ends = [self.batch * part // count for part in range(count + 1)]
+            self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
 
     def _before(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """Let a layer compute on its device, of a pass that is divided the first micro-batch."""
         device, hidden = self.layer_devices[index], args[0] if args else kwargs.get("hidden_states")
         self.inputs = self._enter(device, (args, kwargs), hidden)
+        if index == 0:
+            self._divide(hidden)
         if len(self.parts) == 1:
             return self.inputs
         if hidden is not self.sent:
@@ -168,7 +180,7 @@ class LayerDevices:
             if part > 0:
                 args, kwargs = self._inputs_of(part, device)
                 output = layer.forward(*args, **kwargs)
-            hidden, *others = output if isinstance(output, tuple) else (output,)
+            hidden, *others = output if isinstance(output, (tuple, list)) else (output,)
             if sent is None:
                 target = self.streams[next_device].device
                 sent = hidden.new_empty((self.batch, *hidden.shape[1:]), device=target)
@@ -176,9 +188,10 @@ class LayerDevices:
             outputs.append(others)
         self.batch_part.rows = None
         self.sent, self.arrived, self.part, self.inputs = sent, arrived, 0, ((), {})
-        if not isinstance(output, tuple):
+        if torch.is_tensor(output):
             return sent
-        return (sent, *(torch.cat(each) if torch.is_tensor(each[0]) else each[0] for each in zip(*outputs)))
+        joined = (torch.cat(each) if torch.is_tensor(each[0]) else each[0] for each in zip(*outputs))
+        return type(output)([sent, *joined])
 
     def _send(self, source: torch.Tensor, target: torch.Tensor, device: int, next_device: int) -> Any:
         """Copy hidden states of a micro-batch to the device of the next layer; return the event after it.
@@ -199,6 +212,16 @@ class LayerDevices:
         for event in self.arrived:
             self.compute.streams[device].wait_event(event)
         self.arrived = []
+
+
+def _is_divisible(tensor: torch.Tensor, batch: int, length: int) -> bool:
+    """Return whether `_rows_of` does right by an input of a layer: it has a row for each sequence, as hidden states [B, T, H], positions
+    [B, T] and masks [B, heads or 1, T, past + T], or is the same for all, as rotary embeddings [1, T, D] or [T, D]. A bias [heads, 1, T] or
+    [B * heads, 1, T] is neither."""
+    if tensor.dim() < 2 or tensor.shape[0] in (1, length):
+        return True
+    positions = tensor.shape[-2:] if tensor.dim() == 4 else tensor.shape[1:2]
+    return tensor.shape[0] == batch and all(each >= length for each in positions)
 
 
 def _rows_of(rows: slice, batch: int, tensor: torch.Tensor) -> torch.Tensor:

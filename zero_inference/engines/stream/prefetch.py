@@ -146,7 +146,7 @@ class Prefetcher:
             # computing an unknown call as a long pass is always right
             self.begin_pass(sys.maxsize if shape is None else shape.numel())
         self.has_begun = False
-        self.layers.begin_pass(shape if self.kind is PassKind.LONG else None, kwargs.get("past_key_values"))
+        self.layers.begin_pass(self.kind is PassKind.LONG, kwargs.get("past_key_values"), kwargs.get("use_cache"))
 
     def begin_pass(self, tokens: int) -> None:
         """Choose the kind of a pass of `tokens` tokens, and request the blocks that it streams; called before the model or a graph runs."""

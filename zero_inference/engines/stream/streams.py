@@ -197,7 +197,8 @@ class DeviceTimeline:
         """Note that a pass begins, for which the last `pending` copies were requested in the pass before."""
         self.pass_index += 1
         self.requested, self.pass_start = 0, None
-        if self.pass_index == 1 and pending:  # the first decode step, and the prefill requested its first copies
+        # the first decode step, and the prefill, unless it failed, requested its first copies
+        if self.pass_index == 1 and pending and self.spans and self.spans[-1].end is not None:
             self.early_copies, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
     def record_copy(self, copy: Copy) -> None:
