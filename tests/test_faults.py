@@ -193,13 +193,10 @@ FAULTS = (
         options=TO_DISK, model=wide, ranks=1),
     Fault("first rank killed", "torchrun", measuring, kill(0), 1, "error: ", "failed"),
     Fault("launcher killed", "deepspeed", measuring, kill_launcher, -1, "the launcher has ended", "failed"),
+    Fault("launcher of the stream engine killed", "deepspeed", measuring, kill_launcher, -1, "the launcher has ended", "failed",
+        options=("--engine", "stream", *ENDLESS)),
     Fault("second rank killed", "deepspeed", measuring, kill(1), -1, "error: ", "failed"),
     Fault("first rank stopped", "by hand", measuring, stop(0), 1, "has said nothing for 15 s", "failed", victim=0),
-    *(
-        Fault(f"{name} killed that shares the cores", "by hand", measuring, kill(number), 1, "error: ", "failed",
-            options=("--cpu-compute", "1", *ENDLESS), victim=number)
-        for number, name in enumerate(("first rank", "second rank"))
-    ),
     Fault("rank stopped before loading", "by hand", met, stop(1), 1, "has said nothing for 15 s", "failed", victim=1),
 )
 # fmt: on
@@ -261,15 +258,13 @@ def test_fault(fault: Fault, checkpoints, fork_server, tmp_path):
 
 
 def start(run: Run, fault: Fault, model: Path, server: ForkServer) -> None:
-    options = [
-        "--model",
-        model,
-        *"--engine stream --dtype float32 --prompt-len 8 --log-file".split(),
-        run.log,
-        *fault.options,
-    ]
+    options = ["--model", model, *"--dtype float32 --prompt-len 8 --log-file".split(), run.log, *fault.options]
     if "--disk-offload" in options:
         options += ["--offload-dir", run.offload]
+    elif fault.launcher == "python":
+        options += ["--engine", "stream"]
+    elif "--engine" not in options:
+        options += ["--engine", "deepspeed", "--cpu-offload"]
     if fault.launcher != "python":
         options += ["--batch-size", "2"]
     environment = without_gpus() if too_few_gpus(2) else {**os.environ}
