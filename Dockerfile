@@ -4,12 +4,12 @@
 #   docker build --target cuda -t zero-inference:cuda .
 #
 #   docker run --rm -v zero-inference-cache:/cache zero-inference:cpu run --model opt-125m --dummy --engine stream
-#   docker run --rm --gpus all --ulimit memlock=-1 --shm-size 16g -v zero-inference-cache:/cache -v "$PWD/logs:/srv/logs" \
+#   docker run --rm --gpus all --ulimit memlock=-1 -v zero-inference-cache:/cache -v "$PWD/logs:/srv/logs" \
 #       zero-inference:cuda run --model meta-llama/Llama-3.1-70B --engine stream --quant-bits 4
 #
 # --gpus all         the GPUs; the host needs NVIDIA's driver and its container toolkit
 # --ulimit memlock   weights in host memory are page-locked; without it they are copied at a fraction of the link's speed, or not at all
-# --shm-size         ranks share memory through /dev/shm, of which a container has 64 MiB by default; only several GPUs need it
+# --shm-size 16g     only for several ranks of DeepSpeed, which share memory through /dev/shm; a container has 64 MiB by default
 # --user             the image runs as user 1000; another one may be given, because /cache and /srv are open to all
 #
 # The volume /cache holds models of the hub, compiled kernels and what `zero-inference link --save` measured; /srv is the current folder.

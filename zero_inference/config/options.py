@@ -153,10 +153,10 @@ class Options:
     )
     num_gpus: int | str | None = _engine(
         None,
-        "GPUs of this host that one process drives, layers in turn. all: every visible GPU",
+        "GPUs of this host that one process drives, each with some of the layers. all: every visible GPU",
         kind="gpus",
         metavar="N|all",
-        default_help="all that help",
+        default_help="all if they help",
         engines=MULTI_GPU_ENGINES,
     )
     cpu_offload: bool = _engine(False, "keep the weights in host memory")
@@ -192,7 +192,7 @@ class Options:
 
     gpu_memory: float | None = _stream(
         None,
-        f"device memory for resident weights, 0 for none; {SIZE_HELP}",
+        f"memory of each GPU for resident weights, 0 for none; {SIZE_HELP}",
         kind="size",
         metavar="SIZE",
         default_help="what is free",
