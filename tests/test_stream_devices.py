@@ -175,6 +175,19 @@ def test_a_ring_may_wait_for_the_end_of_a_layer(checkpoints):
     assert max(seen) > 1, "several blocks of a layer at once"
 
 
+def test_micro_batches_are_long_enough_for_the_launches_of_a_layer():
+    options = "--dummy --engine stream --quant-bits 4 --gpu-memory 0 --num-gpus 2 --cpu-compute off --batch-size 8"
+    machine = Machine(replace(MACHINE, gpus=(H200, H200)))
+    found = {}
+    for model, length in (("llama-2-13b", 2048), ("llama-2-13b", 256), ("qwen3-30b-a3b", 2048)):
+        found[model, length] = planned(f"--model {model} {options} --prompt-len {length}", machine).engine_plan
+    assert [each.prefill_parts for each in found.values()] == [2, 1, 1]
+    of_llama, _, of_qwen = (each.placement.layer_parameters for each in found.values())
+    assert of_llama == pytest.approx(4 * 5120**2 + 3 * 5120 * 13824, rel=0.01)
+    attention, experts = 2 * 2048 * (4096 + 512), 8 * 3 * 2048 * 768
+    assert of_qwen == pytest.approx(attention + experts, rel=0.01)
+
+
 def test_links_copy_at_the_same_time():
     one = [BlockTimes(3.0, 1.0)] * 8
     two = [BlockTimes(3.0, 1.0, index % 2) for index in range(8)]
@@ -200,7 +213,7 @@ def test_tensors_are_replaced_wherever_a_layer_takes_them():
 @pytest.mark.parametrize("options", [{"cpu_compute": "off"}, {"cpu_compute": "0.5"}, {"gpu_memory": 1.0}], ids=str)
 def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, checkpoints, monkeypatch):
     """Logits and keys of a prompt of 5 sequences, and the steps after it, are those of the whole batch."""
-    monkeypatch.setattr(devices, "MIN_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
     ids, mask = random_ids(0, 5, PROMPT, VOCAB), torch.ones(5, PROMPT, dtype=torch.int64)
     mask[1, : 4 * padded] = mask[4, : 2 * padded] = 0
     found = []
@@ -228,7 +241,7 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(family, checkpoints, monkeypatch):
     """A model that makes its own cache would add each micro-batch to it as more positions; BLOOM's biases have no row for each sequence."""
-    monkeypatch.setattr(devices, "MIN_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
     folder, ids = checkpoints(family), random_ids(0, 4, PROMPT, VOCAB)
     loaded, spec, _ = load(folder, devices=2, cpu_compute="off", ring_depth=5, batch_size=4)
     layers, cache = prefetcher_of(loaded).layers, DeviceKVCache(spec.config, PROMPT)
@@ -247,7 +260,7 @@ def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(family, checkpoint
 @needs_gpus
 def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
     """It fails in the first layer, before the second device computes anything, and in the second, while a micro-batch is on its way."""
-    monkeypatch.setattr(devices, "MIN_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
     ids = random_ids(0, 4, PROMPT, VOCAB)
     expected = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32).eval()
     loaded, *_ = load(checkpoints("llama"), devices=2, cpu_compute="off", ring_depth=5, batch_size=4)

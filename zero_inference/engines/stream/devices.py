@@ -19,14 +19,19 @@ from zero_inference.kv_cache.device import BatchPart, DeviceKVCache
 from zero_inference.models.tracing import tensors_in
 from zero_inference.utils.patching import Patches
 
-# With fewer tokens a device waits for Python's launches, which micro-batches multiply
-MIN_SPLIT_TOKENS = 2048
+# Operations of a layer for a micro-batch, which take an H200 4 ms: Python launches a layer in 1 to 3 ms, once for each micro-batch. 2048
+# tokens of Llama-2-13B took 0.13 s on one GPU and 0.14 to 0.22 s in two micro-batches (h200-x2-one-process).
+MIN_PART_FLOPS = 2e12
 
 
-def count_parts(batch: int, length: int, devices: int) -> int:
-    """Return the micro-batches of a pass of `batch` sequences, `length` tokens each; 1 where it is not divided."""
-    divided = 1 < length != batch and batch * length >= MIN_SPLIT_TOKENS
-    return min(devices, batch) if divided else 1
+def count_parts(batch: int, length: int, devices: int, layer_parameters: float) -> int:
+    """Return the micro-batches of a pass of `batch` sequences, `length` tokens each; 1 where it is not divided.
+
+    Args:
+        layer_parameters: that a token uses in a decoder layer, on average.
+    """
+    worthwhile = int(2 * layer_parameters * batch * length / MIN_PART_FLOPS)
+    return max(1, min(devices, batch, worthwhile)) if 1 < length != batch else 1
 
 
 class LayerDevices:
@@ -35,7 +40,7 @@ class LayerDevices:
     Args:
         layers: all decoder layers; no operator may be between the calls of two of them.
         layer_devices: index of the device of each layer.
-        may_divide: long passes may be divided.
+        layer_parameters: of `count_parts`; 0: no pass is divided.
         outside_graphs: calls host work that CUDA graphs cannot contain.
         leave_layer: called with the index of a device, as part of such work, when the device has computed a layer.
 
@@ -50,11 +55,11 @@ class LayerDevices:
         layers: Sequence[nn.Module],
         layer_devices: Sequence[int],
         streams: Sequence[DeviceStreams],
-        may_divide: bool = False,
+        layer_parameters: float = 0.0,
         outside_graphs: Callable[[Callable[[], Any]], Any] = lambda work: work(),
         leave_layer: Callable[[int], Any] = lambda device: None,
     ):
-        self.streams, self.layer_devices, self.may_divide = streams, layer_devices, may_divide
+        self.streams, self.layer_devices, self.layer_parameters = streams, layer_devices, layer_parameters
         self.outside_graphs, self.leave_layer = outside_graphs, leave_layer
         self.compute = ComputeStreams(model, streams)
         self.patches = Patches()
@@ -94,7 +99,7 @@ class LayerDevices:
         self.sent, self.arrived, self.part, self.parts = None, [], 0, (slice(None),)
         self.batch_part.rows = None
         fills_no_other_cache = isinstance(cache, DeviceKVCache) or (cache is None and use_cache is False)
-        self.may_divide_pass = self.may_divide and is_long and fills_no_other_cache
+        self.may_divide_pass = is_long and fills_no_other_cache
         if self.may_divide_pass:
             self.batch_part = BatchPart() if cache is None else cache.part
 
@@ -103,7 +108,7 @@ class LayerDevices:
         if not self.may_divide_pass or not torch.is_tensor(hidden) or hidden.dim() != 3:
             return
         self.batch, length = hidden.shape[:2]
-        count = count_parts(self.batch, length, len(self.streams))
+        count = count_parts(self.batch, length, len(self.streams), self.layer_parameters)
         if count > 1 and all(_is_divisible(each, self.batch, length) for each in tensors_in(self.inputs)):
             ends = [self.batch * part // count for part in range(count + 1)]
             self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]

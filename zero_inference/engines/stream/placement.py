@@ -135,6 +135,16 @@ class Placement:
         return all(self.slots_on(each) >= min(most, len(self.on(each, self.in_host_memory))) for each in self.devices)
 
     @property
+    def layer_parameters(self) -> float:
+        """Parameters that a token uses in a layer, on average."""
+        total = 0.0
+        for block in self.blocks:
+            shares = {weight: form.share_read(1) for name, form in block.mixtures for weight in form.weights_in(name)}
+            for stored in block.layout.parameters:
+                total += shares.get(stored.name, 1.0) * math.prod(stored.plain.shape)
+        return total / self.layers
+
+    @property
     def refills_after_layers(self) -> bool:
         """True if a ring copies its next blocks only when its device has computed a layer, while others compute theirs: before, the link
         fetches experts."""

@@ -90,7 +90,7 @@ class StreamPlan(EnginePlan):
         job = self.job
         if not (self.preallocated_cache and self.placement.may_divide) or job.config.kv_offload:
             return 1
-        return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices))
+        return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices), self.placement.layer_parameters)
 
     def weight_bytes_on(self, device: int) -> int:
         return self.placement.device_bytes_on(device)

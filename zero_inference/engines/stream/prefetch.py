@@ -94,7 +94,7 @@ class Prefetcher:
             layers,
             placement.layer_devices,
             streams,
-            placement.may_divide,
+            placement.layer_parameters if placement.may_divide else 0.0,
             self.outside_graphs,
             leave_layer=lambda device: self.rings[device].refill() if device in self.rings else None,
         )
