@@ -92,6 +92,10 @@ class Times:
     without_cores: bool  # a run may use the CPU backend, whose rate is unknown, and be faster
     lacks_overhead: bool  # the engine's overhead is large and was not measured, so a run is slower
 
+    def generation_s(self, gen_len: int) -> float:
+        """Return the seconds of a generation of `gen_len` tokens."""
+        return self.prefill.seconds + (gen_len - 1) * self.step.seconds
+
     @property
     def left_out(self) -> list[str]:
         """Parts of a run that the times leave out, a few words each."""

@@ -299,7 +299,7 @@ def with_options(job: Job, config: RunConfig) -> Job:
 def make_plan(job: Job) -> Plan:
     """Place the weights of `job` without loading anything; a collective where `job.group` is set.
 
-    Unless `--num-gpus` is given, the plan uses either all of `job.devices` or the first alone, whichever decodes faster.
+    Unless `--num-gpus` is given, the plan uses either all of `job.devices` or the first alone, whichever generates faster.
 
     Raises:
         UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
@@ -332,13 +332,15 @@ def make_plan(job: Job) -> Plan:
 
 
 def _more_gpus_if_they_help(several: Plan, one: Plan) -> Plan:
-    """Return the plan that fits, then the one with the shorter step; without times that of one GPU only if it holds all weights."""
+    """Return the plan that fits, then that of several GPUs if a generation is predicted to be shorter by `MIN_GAIN`: hidden states change GPUs
+    in each layer, which is not predicted. Without times return that of one GPU only if it holds all weights."""
     if several.fits != one.fits:
         return several if several.fits else one
     if several.times is None or one.times is None:
         footprint = one.engine_plan.footprint
         return several if footprint.host or footprint.disk else one
-    return several if several.times.step.seconds < one.times.step.seconds else one
+    of_one, of_several = (each.times.generation_s(each.job.config.gen_len) for each in (one, several))
+    return several if of_one >= MIN_GAIN * of_several else one
 
 
 def _plan_for_devices(job: Job) -> Plan:
