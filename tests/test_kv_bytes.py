@@ -125,3 +125,20 @@ def test_other_state_is_counted_on_the_device(family, no_gpu):
     expected = sum(tensor.nbytes for tensor in tensors_in(found))
     job = job_of(config, kv_offload=family != "mamba")
     assert job.state_bytes() == job.cache_device_bytes == expected > 0 == job.kv_device_bytes
+
+
+def test_a_device_has_the_cache_of_its_own_layers(no_gpu):
+    """Where layers take turns, as those of a hybrid model do, one device may have all keys and values, and the other all state."""
+    from transformers import AutoConfig
+
+    kinds = ["full_attention", "linear_attention"] * 2
+    fields = SMALL | MLA | RECURRENT | dict(num_hidden_layers=4, layer_types=kinds)
+    hybrid = job_of(AutoConfig.for_model("qwen3_next", **fields))
+    assert hybrid.cache_bytes_on(hybrid.cache_share_on(0, (0, 1, 0, 1))) == hybrid.kv_bytes() > 0
+    assert hybrid.cache_bytes_on(hybrid.cache_share_on(1, (0, 1, 0, 1))) == hybrid.state_bytes() > 0
+    assert hybrid.cache_bytes_on(hybrid.cache_share_on(1, (0, 0, 1, 1))) == hybrid.cache_device_bytes // 2
+    assert hybrid.cache_bytes_on(hybrid.cache_share_on(0, ())) == hybrid.cache_device_bytes
+    plain = job_of(AutoConfig.for_model(**BY_HEADS["llama"]))
+    layers = plain.spec.config.num_hidden_layers
+    share = plain.cache_share_on(0, (0,) + (1,) * (layers - 1))
+    assert plain.cache_bytes_on(share) == pytest.approx(plain.cache_device_bytes / layers, abs=1)

@@ -101,9 +101,8 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     if baseline not in names:
         raise UsageError(f"--baseline {baseline}: there is no such arm; the arms are {', '.join(names)}.")
     for arm in arms:
-        if (
-            arm.config.batch_size % args.num_gpus and arm.config.engine != "stream"
-        ):  # of which one process drives all GPUs
+        several_ranks = arm.config.engine != "stream"  # of which one process drives all GPUs
+        if several_ranks and arm.config.batch_size % args.num_gpus:
             advice = batch_advice(arm.config.batch_size, args.num_gpus, f"--num-gpus {args.num_gpus}")
             raise UsageError(f"arm {arm.name}: {advice}.")
     folder = make_log_folder(args.log_dir)

@@ -39,6 +39,13 @@ LoadProgress = Callable[[int], None]  # gets the bytes of each loaded parameter
 MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; smaller on other GPUs
 
 
+class CacheShare(NamedTuple):
+    """A device's share (0 to 1) of keys and values, and of recurrent state and indexer keys."""
+
+    kv: float = 1.0
+    state: float = 1.0
+
+
 @dataclass(frozen=True)
 class Job:
     """A run as an engine sees it, with the sizes that follow from its options."""
@@ -134,19 +141,33 @@ class Job:
     def cache_device_bytes(self) -> int:  # KV cache and other state
         return self.kv_device_bytes + self.state_bytes()
 
-    def cache_bytes_on(self, share: float) -> int:
-        """Return the `cache_device_bytes` of a device with a share (0 to 1) of the layers. A KV cache in host memory has slots on each."""
-        kv_bytes = self.kv_device_bytes if self.config.kv_offload else math.ceil(share * self.kv_device_bytes)
-        return kv_bytes + math.ceil(share * self.state_bytes())
+    def cache_share_on(self, device: int, layer_devices: Sequence[int]) -> CacheShare:
+        """Return what a device has of the cache of its layers: in a hybrid model some have keys and values, and the others a state.
 
-    @property
-    def min_cache_device_bytes(self) -> int:
-        """Lower bound of `cache_device_bytes`: transformers' own cache drops positions that left a sliding window."""
+        Args:
+            layer_devices: the device of each layer; empty if all are on the first one.
+        """
+        if not layer_devices:
+            return CacheShare() if device == 0 else CacheShare(0.0, 0.0)
+        widths, layers = self.sizes.kv_width_by_layer, len(layer_devices)
+        if len(widths) != layers or 0 not in widths or not any(widths):
+            return CacheShare(*[layer_devices.count(device) / layers] * 2)
+        own = [width for width, each in zip(widths, layer_devices) if each == device]
+        return CacheShare(sum(own) / sum(widths), own.count(0) / widths.count(0))
+
+    def cache_bytes_on(self, share: CacheShare) -> int:
+        """Return the `cache_device_bytes` of a device with a share of the cache. Keys and values in host memory have slots on each."""
+        part = float(share.kv > 0) if self.config.kv_offload else share.kv
+        return math.ceil(part * self.kv_device_bytes) + math.ceil(share.state * self.state_bytes())
+
+    def min_cache_bytes_on(self, share: CacheShare) -> int:
+        """Return a lower bound of `cache_bytes_on`: transformers' own cache drops positions that left a sliding window."""
         text = self.spec.text_config
         window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
         if self.config.kv_offload or not window:
-            return self.cache_device_bytes
-        return self.kv_bytes(min(self.length, window - 1)) + self.state_bytes()
+            return self.cache_bytes_on(share)
+        kv_bytes = self.kv_bytes(min(self.length, window - 1))
+        return math.ceil(share.kv * kv_bytes) + math.ceil(share.state * self.state_bytes())
 
     @property
     def kv_host_bytes(self) -> int:
@@ -248,10 +269,10 @@ class EnginePlan:
     def peak_bytes_on(self, device: int) -> int:
         """Return the peak memory of one of `job.devices`, by its index."""
         job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
-        weights, share = self.weight_bytes_on(device), self.layer_share_on(device)
+        weights, share = self.weight_bytes_on(device), self.cache_share_on(device)
         if self.preallocated_cache or job.config.kv_offload:
             cpu_attention = job.config.kv_offload and not self.copies_kv
-            cache = math.ceil(share * job.state_bytes()) if cpu_attention else job.cache_bytes_on(share)
+            cache = math.ceil(share.state * job.state_bytes()) if cpu_attention else job.cache_bytes_on(share)
             return weights + workspace + cache + job.activation_bytes
         logits = job.rank_batch * logits_bytes(job.spec)
         # a layer's keys (or values) exist twice while a growing cache is copied
@@ -260,8 +281,8 @@ class EnginePlan:
 
     def prefill_bytes_on(self, device: int) -> int:
         """Return the peak bytes of weights and growing KV cache on a device in a prefill."""
-        job, length = self.job, self.job.config.prompt_len
-        cache = math.ceil(self.layer_share_on(device) * (job.kv_bytes(length) + job.state_bytes(length)))
+        job, length, share = self.job, self.job.config.prompt_len, self.cache_share_on(device)
+        cache = math.ceil(share.kv * job.kv_bytes(length) + share.state * job.state_bytes(length))
         return self.weight_bytes_on(device) + cache
 
     def host_peak_bytes(self, measuring_bytes: int = 0) -> int:
@@ -291,10 +312,8 @@ class EnginePlan:
         """Micro-batches of a prefill, which several devices compute at the same time."""
         return 1
 
-    def layer_share_on(self, device: int) -> float:
-        """Return the share (0 to 1) of the decoder layers that are on a device."""
-        devices = self.layer_devices
-        return devices.count(device) / len(devices) if devices else float(device == 0)
+    def cache_share_on(self, device: int) -> CacheShare:
+        return self.job.cache_share_on(device, self.layer_devices)
 
     def weight_bytes_on(self, device: int) -> int:
         """Return the bytes of weights, ring slots and workspace on a device."""

@@ -40,6 +40,7 @@ class ModelSizes:
     idle_expert_bytes: int  # the experts' part
     chooses_experts: bool  # a token uses only some experts
     kv_widths: tuple[int, ...]  # elements of keys and values that a position adds, of each layer that has any
+    kv_width_by_layer: tuple[int, ...] = ()  # the same of each layer of the cache, 0 for one without; empty if unknown
     state_bytes: int = 0  # of a sequence's other state, as of recurrences, at any length
     position_state_bytes: int = 0  # of other state that grows, for each position
     added_positions: int = 0  # that the model puts in the cache before a sequence's own
@@ -230,8 +231,12 @@ def _read_cache(cache: Any, dtype: torch.dtype) -> dict[str, Any]:
         kv_widths.append(sum(each.numel() for each in kv))
         state_bytes += nbytes(fixed)
         position_state_bytes += nbytes(grows)
-    widths = tuple(filter(None, kv_widths))
-    return dict(kv_widths=widths, state_bytes=state_bytes, position_state_bytes=position_state_bytes)
+    return dict(
+        kv_widths=tuple(filter(None, kv_widths)),
+        kv_width_by_layer=tuple(kv_widths),
+        state_bytes=state_bytes,
+        position_state_bytes=position_state_bytes,
+    )
 
 
 @cache_per_module

@@ -195,10 +195,9 @@ def check_memory(plan: Plan) -> None:
     job, footprint = plan.job, plan.engine_plan.footprint
     devices, host = range(len(job.devices)), footprint.host
     weights = [plan.engine_plan.weight_bytes_on(device) - footprint.gathered for device in devices]
-    loading = max(
-        host, footprint.loading - (0 if job.on_gpu else sum(weights))
-    )  # host memory besides the device's bytes
-    cache = [int(plan.engine_plan.layer_share_on(device) * job.min_cache_device_bytes) for device in devices]
+    # host memory besides the devices' bytes
+    loading = max(host, footprint.loading - (0 if job.on_gpu else sum(weights)))
+    cache = [job.min_cache_bytes_on(plan.engine_plan.cache_share_on(device)) for device in devices]
     cache_host = job.kv_host_bytes + 8 * job.config.batch_size * job.length  # every rank has all ids, as int64
     cache_name = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
     for what, device_bytes, host_bytes in (

@@ -213,7 +213,7 @@ class Plan:
                 "layers": devices.count(device),
                 "peak_bytes": plan.peak_bytes_on(device),
                 "host_to_device_bytes_per_step": plan.fetched_bytes_on(device)
-                + round(plan.layer_share_on(device) * plan.copied_kv_bytes),
+                + round(plan.cache_share_on(device).kv * plan.copied_kv_bytes),
             }
             for device in range(len(self.job.devices) if len(self.job.devices) > 1 else 0)
         ]

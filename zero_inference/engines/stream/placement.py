@@ -59,13 +59,11 @@ class Placement:
     cpu_computed: frozenset[int] = frozenset()  # blocks in host memory that the CPU multiplies in a decode pass
     decode_tokens: int = 1  # tokens of a decode pass
     prompt_cpu_computed: frozenset[int] = frozenset()  # the same in the pass of a short prompt
-    expert_budgets: tuple[int, ...] = (
-        0,
-    )  # by device: bytes of the expert cache, single experts of CPU-computed blocks
+    # by device: bytes of the expert cache, single experts of CPU-computed blocks
+    expert_budgets: tuple[int, ...] = (0,)
     quota: tuple[int, ...] = ()  # experts of a layer that a decode pass fetches, by the number of those it misses
-    free_bytes: tuple[int | None, ...] = (
-        None,
-    )  # by device: for blocks, ring, workspace and fetched experts; None: unlimited
+    # by device: for blocks, ring, workspace and fetched experts; None: unlimited
+    free_bytes: tuple[int | None, ...] = (None,)
     link_shares: tuple[float, ...] = (1.0,)  # by device, of the rate of all links
     embedding: EmbeddingTable | None = None  # the input embedding if it is in host memory
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory

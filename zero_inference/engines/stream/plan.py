@@ -15,7 +15,7 @@ import torch
 
 from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
-from zero_inference.engines.base import CostTerms, CpuWork, EnginePlan, Footprint, Job
+from zero_inference.engines.base import CacheShare, CostTerms, CpuWork, EnginePlan, Footprint, Job
 from zero_inference.engines.stream.blocks import Block, lay_out_blocks, refuse_several_devices
 from zero_inference.engines.stream.cpu_plan import (
     FETCH_RATE_RATIO,
@@ -104,7 +104,7 @@ class StreamPlan(EnginePlan):
 
     def min_free_bytes_on(self, device: int) -> int:
         activations = int((1 + FRAGMENTED_SHARE) * self.job.activation_bytes)
-        cache = self.job.cache_bytes_on(self.layer_share_on(device))
+        cache = self.job.cache_bytes_on(self.cache_share_on(device))
         return self.weight_bytes_on(device) + cache + activations + RESERVE_BYTES
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -415,8 +415,8 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes)
         devices = range(len(job.devices))
 
-        def left_bytes(device: int, cache_share: float) -> int | None:
-            """Return the bytes for layers, ring and workspace on a device that has a share of the KV cache."""
+        def left_bytes(device: int, cache_share: CacheShare) -> int | None:
+            """Return the bytes for layers, ring and workspace on a device that has a share of the cache."""
             if not job.free_by_device:
                 return None
             free = job.free_by_device[device]
@@ -424,7 +424,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
             return free - outside - job.cache_bytes_on(cache_share) - activations - RESERVE_BYTES
 
         def capacity(device: int) -> int | None:
-            left = left_bytes(device, 1 / len(devices))
+            left = left_bytes(device, CacheShare(1 / len(devices), 1 / len(devices)))
             budget = None if config.gpu_memory is None else int(config.gpu_memory * GIB)
             if left is None:
                 return budget or 0
@@ -433,7 +433,6 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         layer_devices: tuple[int, ...] = ()
         if len(devices) > 1:
             layer_devices = assign_layers(layer_bytes, [capacity(device) for device in devices], links)
-        shares = [layer_devices.count(device) / len(layer_bytes) for device in devices] if layer_devices else [1.0]
         taken_by = ""
         if job.free_device_bytes is not None:
             taken_by = (
@@ -444,7 +443,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         placement = plan_placement(
             blocks,
             outside_bytes,
-            [left_bytes(device, share) for device, share in enumerate(shares)],
+            [left_bytes(device, job.cache_share_on(device, layer_devices)) for device in devices],
             config.gpu_memory,
             depth or config.ring_depth,
             layer_devices,
