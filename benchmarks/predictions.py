@@ -138,7 +138,7 @@ def plan_of(record: dict[str, Any], machine: Machine, empty_models: dict[Any, Em
     if (config.model, spec.dtype) not in empty_models:
         empty_models[config.model, spec.dtype] = build_empty_model(spec)
     empty_model = empty_models[config.model, spec.dtype]
-    plan = make_plan(Job(config, spec, ranks, empty_model, machine.free_device_bytes((ranks.device,)), None, machine))
+    plan = make_plan(Job(config, spec, ranks, empty_model, machine.free_device_bytes((ranks.device,)), machine))
     cores = (record.get("stream") or {}).get("cores") or {}
     return plan if "prompt_rows" in cores else without_short_prompts(plan)
 

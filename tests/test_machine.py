@@ -404,7 +404,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
 
     def step_s(peers) -> tuple[float, str, int]:
         machine = replace(MACHINE, gpus=(H200,) * 4, all_links_gb_per_s=4 * 55.0, peers_gb_per_s=peers)
-        plan = make_plan(Job(config, spec, ranks, empty_model, (H200.free_bytes,), None, Machine(machine)))
+        plan = make_plan(Job(config, spec, ranks, empty_model, (H200.free_bytes,), Machine(machine)))
         limit = planned_step_bound(plan.engine_plan, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.engine_plan.fetched_bytes + plan.engine_plan.sharded_bytes

@@ -1,10 +1,8 @@
-"""The engine protocol: connect, plan, check, load.
+"""The engine protocol: plan, check, load.
 
 An engine is a module with these functions:
 
-    connect(ranks) -> Any                    optional: create a communicator, before free memory is read
-    plan(job) -> EnginePlan                  decide where weights are stored; loads nothing; raises UsageError. Ranks communicate only
-                                             through `job.group`, which is set if all of them plan together
+    plan(job) -> EnginePlan                  decide where weights are stored; loads nothing; ranks do not communicate; raises UsageError
     check(plan)                              check compilers, libraries and disks, but not memory; raises UsageError
     load(plan, progress) -> LoadedModel      raises RunError if loading fails
 """
@@ -55,7 +53,6 @@ class Job:
     ranks: Ranks
     empty_model: EmptyModel
     free_by_device: tuple[int, ...]  # of each of `devices`, or of the connected rank with the least; empty for a CPU
-    group: Any = None  # result of the engine's `connect`; None where this rank plans alone
     machine: Machine = Machine()
     # Devices that this process drives, `ranks.device` by default. The first one has embedding, head, inputs and outputs.
     devices: tuple[torch.device, ...] = ()

@@ -266,7 +266,6 @@ def build_job(
     config: RunConfig,
     spec: ModelSpec,
     ranks: Ranks,
-    group: Any = None,
     least_of_ranks: bool = False,
     machine: Machine = THIS_MACHINE,
     empty_model: EmptyModel | None = None,
@@ -276,7 +275,7 @@ def build_job(
     empty_model = empty_model or build_empty_model(spec)
     devices = driven_devices(config, ranks, machine)
     free = machine.free_device_bytes(devices, ranks if least_of_ranks else None)
-    return Job(config, spec, ranks, empty_model, free, group, machine, devices)
+    return Job(config, spec, ranks, empty_model, free, machine, devices)
 
 
 def driven_devices(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[torch.device, ...]:
@@ -291,13 +290,12 @@ def with_options(job: Job, config: RunConfig) -> Job:
     """Return `job` with other options, for this rank alone, with the devices that they ask for and what is free there."""
     devices = driven_devices(config, job.ranks, job.machine)
     if devices == job.devices:
-        return replace(job, config=config, group=None)
-    free = job.machine.free_device_bytes(devices)
-    return replace(job, config=config, group=None, devices=devices, free_by_device=free)
+        return replace(job, config=config)
+    return replace(job, config=config, devices=devices, free_by_device=job.machine.free_device_bytes(devices))
 
 
 def make_plan(job: Job) -> Plan:
-    """Place the weights of `job` without loading anything; a collective where `job.group` is set.
+    """Place the weights of `job` without loading anything.
 
     Unless `--num-gpus` is given, the plan uses either all of `job.devices` or the first alone, whichever generates faster.
 
@@ -367,9 +365,8 @@ def _without_cpu_prefill_if_slower(plan: Plan) -> Plan:
 
 def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: EmptyModel | None = None) -> Plan:
     """Return the plan of connected ranks, checked against the machine: a collective. Raises UsageError: it cannot work here."""
-    group = getattr(engine_module(config.engine), "connect", lambda ranks: None)(ranks)
     try:
-        plan = make_plan(build_job(config, spec, ranks, group, least_of_ranks=True, empty_model=empty_model))
+        plan = make_plan(build_job(config, spec, ranks, least_of_ranks=True, empty_model=empty_model))
     except DoesNotFit as error:
         raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
     plan.check()

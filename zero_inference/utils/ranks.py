@@ -97,19 +97,6 @@ def start_process_group(ranks: Ranks) -> None:
         dist.init_process_group(**where, timeout=TIMEOUT)
 
 
-def new_process_group(ranks: Ranks) -> dist.ProcessGroup | None:
-    """Return a process group of all ranks with a communicator of its own, for calls in another order; None for one rank.
-
-    Both communicators, with the device memory that NCCL takes for them, exist when it returns.
-    """
-    if ranks.world_size == 1:
-        return None
-    group = dist.new_group(timeout=TIMEOUT)
-    for communicator in (None, group):
-        dist.barrier(group=communicator)
-    return group
-
-
 def stop_process_group() -> None:
     """Destroy the process group, unless it has another user in this process, and unset the variables that were set for it."""
     if _group_users:
