@@ -252,6 +252,16 @@ def test_arms_are_models_or_configurations():
     assert len(f"{arms[4].file_stem}-10000.jsonl".encode()) < 255, "a long name was OSError: File name too long"
 
 
+def test_an_arm_that_would_take_all_gpus_takes_one_where_that_is_asked():
+    texts = [
+        "a=--model x --engine stream",
+        "b=--model x --engine deepspeed",
+        "c=--model x --engine stream --num-gpus 2",
+    ]
+    options = [arm.on_one_gpu().options for arm in read_arms([], texts, [], parse_options)]
+    assert [words[-2:] for words in options] == [("--num-gpus", "1"), ("--engine", "deepspeed"), ("--num-gpus", "2")]
+
+
 def test_only_the_first_run_of_an_arm_scores():
     for option in OPTIONS.values():
         words = [option.flag] if isinstance(option.default, bool) else [option.flag, "1"]

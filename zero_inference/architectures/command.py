@@ -12,13 +12,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.options import DEFAULTS, QUALITY_FIELDS
+from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, QUALITY_FIELDS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig, expand_config_files
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, RunError, UsageError
@@ -57,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% "
         f"(default: {WARMUP_TRIES}; one loop with --rounds 1)"
     )
-    gpus = "GPUs, or processes, of each run (default: 1)"
+    gpus = "GPUs, or processes, of each run (default: one process, and GPUs as `zero-inference run` takes them)"
     output = "of the output; csv and json have full precision (default: table)"
     add("--model", action="append", default=[], metavar="NAME", help="compare this model; repeat it for each")
     add("--arm", action="append", default=[], metavar="NAME=OPTIONS", help=arm)
     add("--baseline", metavar="NAME", help="the arm that the others are compared with (default: the first)")
     add("--rounds", type=_at_least(1), default=3, metavar="N", help=rounds)
     add("--warmup-tries", type=_at_least(3), metavar="N", help=tries)
-    add("--num-gpus", type=_at_least(1), default=1, metavar="N", help=gpus)
+    add("--num-gpus", type=_at_least(1), metavar="N", help=gpus)
     add("--log-dir", type=Path, metavar="DIR", help="folder for logs and records (default: a new one in logs/)")
     add("--format", choices=FORMATS, default="table", help=output)
     add_verbose(parser)
@@ -100,18 +100,20 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     baseline = args.baseline or names[0]
     if baseline not in names:
         raise UsageError(f"--baseline {baseline}: there is no such arm; the arms are {', '.join(names)}.")
+    ranks = args.num_gpus or 1
+    if args.num_gpus == 1:
+        arms = [arm.on_one_gpu() for arm in arms]
     for arm in arms:
-        several_ranks = arm.config.engine != "stream"  # of which one process drives all GPUs
-        if several_ranks and arm.config.batch_size % args.num_gpus:
-            advice = batch_advice(arm.config.batch_size, args.num_gpus, f"--num-gpus {args.num_gpus}")
-            raise UsageError(f"arm {arm.name}: {advice}.")
+        has_ranks = arm.config.engine != "stream"  # of which one process drives all GPUs
+        if has_ranks and arm.config.batch_size % ranks:
+            raise UsageError(f"arm {arm.name}: {batch_advice(arm.config.batch_size, ranks, f'--num-gpus {ranks}')}.")
     folder = make_log_folder(args.log_dir)
     until_steady = args.warmup_tries is not None or args.rounds > 1  # one round gives no verdict
     extra = ["--warmup", str(args.warmup_tries or (WARMUP_TRIES if until_steady else 1))]
     extra += ["--warmup-spread", str(WARMUP_SPREAD)] if until_steady else []
     with use_progress(Progress(args.verbose > 0)) as progress:
-        check_arms(arms, extra, folder, args.num_gpus, progress)
-        runs = run_arms(arms, args.rounds, extra, folder, args.num_gpus, progress)
+        check_arms(arms, extra, folder, ranks, progress)
+        runs = run_arms(arms, args.rounds, extra, folder, ranks, progress)
 
     from zero_inference.architectures.comparison import arm_rows
 
@@ -147,15 +149,15 @@ def make_log_folder(given: Path | None) -> Path:
     return folder
 
 
-def check_arms(arms: list[Arm], extra: list[str], folder: Path, num_gpus: int, progress: Progress) -> None:
+def check_arms(arms: list[Arm], extra: list[str], folder: Path, ranks: int, progress: Progress) -> None:
     with progress.task("compare", len(arms), ticking=True) as task:
         for count, arm in enumerate(arms):
             task.at(f"checking arm {count + 1} of {len(arms)} ({arm.name})", count)
-            if does_not_fit := check_arm(arm, extra, folder, num_gpus):
+            if does_not_fit := check_arm(arm, extra, folder, ranks):
                 progress.say(f"warning: arm {arm.name}: {does_not_fit}")
 
 
-def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, num_gpus: int, progress: Progress) -> Runs:
+def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, ranks: int, progress: Progress) -> Runs:
     """Run `zero-inference run` for all arms alternately, in processes of its own; an arm that failed is not run again.
 
     A run without a record has `status` and `error`. The folder gets `<arm>-<pass>.log`, `.jsonl` and `.out`.
@@ -175,7 +177,7 @@ def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, num_g
             options = arm.options if number == 0 else speed_only(arm.options)
             command = ["run", *options, *extra, "--log-file", str(log)]
             ended = run_child(
-                isolated_ranks("zero_inference", num_gpus, *command),
+                isolated_ranks("zero_inference", ranks, *command),
                 log.with_suffix(".out"),
                 records=partial(_records_in, log.with_suffix(".jsonl")),
             )
@@ -217,6 +219,11 @@ class Arm:
     @property
     def file_stem(self) -> str:
         return file_stem(self.name)
+
+    def on_one_gpu(self) -> Arm:
+        """Return this arm for one GPU, of which some engines take more by themselves."""
+        takes_more = self.config.engine in MULTI_GPU_ENGINES and self.config.num_gpus is None
+        return replace(self, options=(*self.options, "--num-gpus", "1")) if takes_more else self
 
 
 def read_arms(
