@@ -78,6 +78,16 @@ def test_resident_layers_on_several_devices_give_the_same_ids(family, checkpoint
         assert len({parameter.device for parameter in loaded.model.parameters()}) == 2
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_thousand_steps_on_two_gpus_give_the_ids_of_one(checkpoints):
+    options = {"decode_graph": "on", "cpu_compute": "0.5", "gen_len": 1001}
+    one, two = (load(checkpoints("llama"), devices=count, **options) for count in (1, 2))
+    ids = [generate(*loaded, gen_len=1001, loops=1).output_ids for loaded in (one, two)]
+    for loaded, *_ in (one, two):
+        loaded.close()
+    assert torch.equal(*ids)
+
+
 @needs_gpus
 def test_each_device_fetches_its_own_layers_in_their_order(checkpoints):
     loaded, spec, ranks = load(checkpoints("llama"), devices=2, cpu_compute="off", ring_depth=2)
