@@ -283,7 +283,7 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
         rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
         machine = resolve_machine(None, f"gpus=1x{gib}GiB,{rates}")
         plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
-        assert plan.engine_plan.min_free_device_bytes <= plan.job.free_device_bytes
+        assert plan.engine_plan.min_free_bytes_on(0) <= plan.job.free_device_bytes
         fetch.append(max(plan.engine_plan.placement.quota, default=0))
     assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
 
@@ -303,7 +303,7 @@ def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
     """The device is as large as the plan asks for, and a byte smaller."""
     machine = resolve_machine(None, "gpus=1x80GiB,host=256GiB")
     plan = planned("--model opt-1.3b --dummy --engine stream --gpu-memory 1 --batch-size 8", machine)
-    least = plan.engine_plan.min_free_device_bytes
+    least = plan.engine_plan.min_free_bytes_on(0)
     for free, fits in ((least, True), (least - 1, False)):
         job = replace(plan.job, free_by_device=(free,))
         there = Plan(job, replace(plan.engine_plan, job=job))

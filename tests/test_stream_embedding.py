@@ -123,7 +123,7 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
 def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     options = "--model llama-3.1-8b --engine stream --dummy --prompt-len 128 --gen-len 32"
     whole = planned(options, Machine(FAST)).engine_plan
-    machine = replace(Machine(FAST), device_limit_bytes=whole.min_free_device_bytes - 1)
+    machine = replace(Machine(FAST), device_limit_bytes=whole.min_free_bytes_on(0) - 1)
     found = planned(options, machine).engine_plan
     assert not found.placement.in_host_memory and found.footprint.host == 128256 * 4096 * 2
     assert f"and {format_bytes(found.footprint.host)} of input embedding)" in found.describe_location()

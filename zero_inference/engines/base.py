@@ -320,11 +320,6 @@ class EnginePlan:
         """Return the part of `fetched_bytes` that crosses the link of a device."""
         return self.fetched_bytes if device == 0 else 0
 
-    @property
-    def min_free_device_bytes(self) -> int:
-        """Bytes that have to be free on the device, or on the one that needs most."""
-        return max(self.min_free_bytes_on(device) for device in range(len(self.job.devices)))
-
     def min_free_bytes_on(self, device: int) -> int:
         """Return the bytes that have to be free on a device."""
         return self.peak_bytes_on(device)

@@ -306,7 +306,7 @@ class CpuWorkload:
 
     Attributes:
         scheme: how the weights are quantized; None for weights of `dtype`.
-        rows: tokens of a rank's pass.
+        rows: tokens of a pass.
         columns: of the weights.
         heads: query heads per key head if the CPU might compute attention over keys and values of `dtype`; else 0.
     """
