@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import types
@@ -19,7 +20,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError
 from zero_inference.kernels import rotary
 from zero_inference.kernels.rotary import Form, Forms, rotary_kernel
-from zero_inference.measure import loops, session
+from zero_inference.measure import engine_overhead, loops, session
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.session import (
     LinkMonitor,
@@ -310,6 +311,22 @@ def test_the_rotary_kernel_is_tried_and_used_on_each_device(monkeypatch):
         replaced = vars(sys.modules[type(model).__module__])[rotary.NAME]
         assert replaced.forms == {(device, torch.float32): forms for device in devices}
     assert replaced.users == 0
+
+
+def test_the_overhead_of_engines_is_measured_on_one_gpu(monkeypatch):
+    """Without a profile, a plan would take all of them wherever weights are in host memory."""
+    asked = {}
+
+    def refuse(config, spec, ranks):
+        asked[config.engine] = config.num_gpus
+        raise RunError("nothing is loaded")
+
+    monkeypatch.setattr(engine_overhead, "plan_run", refuse)
+    monkeypatch.setattr(engine_overhead, "resolve_model", lambda *_: None)
+    with contextlib.ExitStack() as stack:
+        for engine, bits, options in engine_overhead.ENGINES:
+            engine_overhead._load_or_print(engine, bits, options, "llama", replace(ONE, device=CUDA[0]), stack)
+    assert asked == {"stream": 1, "resident": 1, "accelerate": None, "deepspeed": None}
 
 
 @pytest.mark.skipif(too_few_gpus(2), reason="needs two GPUs")

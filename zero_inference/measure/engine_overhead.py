@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from zero_inference.config.options import MULTI_GPU_ENGINES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
@@ -198,6 +199,8 @@ def _load_or_print(
         "gen_len": TOKENS[kind],
         "verbose": 0,
     }
+    if engine in MULTI_GPU_ENGINES:
+        settings["num_gpus"] = 1
     if kind == "cuda" and options.get("kv_offload"):
         settings |= {"pin_kv_cache": True, "async_kv_offload": True}
     try:
