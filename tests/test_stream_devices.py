@@ -15,14 +15,19 @@ from test_stream import BATCH, GEN, PROMPT, VOCAB, generate, layers_of, load
 from test_stream_cpu import prefetcher_of
 from transformers import AutoModelForCausalLM
 
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream import devices
 from zero_inference.engines.stream.devices import replace_tensors
 from zero_inference.engines.stream.placement import assign_layers, plan_placement
 from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
+from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
+from zero_inference.planning.plan import build_job, make_plan
+from zero_inference.utils.ranks import detect_ranks
 
 DEVICES = max(2, min(3, torch.cuda.device_count())) if torch.cuda.is_available() else 3
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
@@ -290,3 +295,12 @@ def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
     assert loaded.timeline.link_use(0) is not None
     loaded.close()
+
+
+def test_a_refusal_names_the_gpu_that_has_too_little(no_gpu):
+    config = RunConfig(model="opt-13b", dummy=True, engine="stream", num_gpus=2).validate()
+    job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
+    small = replace(job, devices=job.devices * 2, free_by_device=(12 * GIB, GIB))
+    with pytest.raises(DoesNotFit, match=r"left for them by KV cache .*, of 1 GiB free on GPU 1\.$") as refused:
+        make_plan(small)
+    assert "head" not in str(refused.value), "which is on the first one"

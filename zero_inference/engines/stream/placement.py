@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -438,7 +438,7 @@ def plan_placement(
     gpu_memory_gib: float | None,
     depth: int | None,
     layer_devices: Sequence[int] = (),
-    taken_by: str = "",
+    taken_by: Callable[[int], str] = lambda device: "",
 ) -> Placement:
     """Make as many layers resident as the budgets hold, spread evenly among those in host memory. Where a mixture's experts are blocks
     of their own, the other blocks come first, and the expert cache gets what is left.
@@ -448,7 +448,7 @@ def plan_placement(
         gpu_memory_gib: budget of resident layers on each device; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
         depth: slots of a ring; None takes `default_ring_depth`, or at least `MIN_RING_DEPTH` where there is less memory.
         layer_devices: of `assign_layers`; empty with one device.
-        taken_by: what takes the rest of the device memory, for the error.
+        taken_by: returns what takes the rest of a device's memory, for the error.
 
     Raises:
         DoesNotFit: a device does not hold what the options name, or not two slots of the largest layer.
@@ -545,8 +545,8 @@ def plan_placement(
                     yield f"; use --gpu-memory {tenths / 10:g} or less{with_depth}"
 
     raise DoesNotFit(
-        f"{' and '.join(needed)} do not fit into the {format_bytes(left[device])} of device memory left for them{taken_by}"
-        f"{next(changes(), '')}."
+        f"{' and '.join(needed)} do not fit into the {format_bytes(left[device])} of device memory left for them"
+        f"{taken_by(device)}{next(changes(), '')}."
     )
 
 

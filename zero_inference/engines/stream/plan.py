@@ -433,17 +433,24 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         layer_devices: tuple[int, ...] = ()
         if len(devices) > 1:
             layer_devices = assign_layers(layer_bytes, [capacity(device) for device in devices], links)
-        taken_by = ""
-        if job.free_device_bytes is not None:
-            taken_by = (
-                f" by {'embedding and head' if embedding is None else 'the output head'} ({format_bytes(outside_bytes)}), "
-                f"KV cache ({format_bytes(job.cache_device_bytes)}), activations ({format_bytes(activations)}) "
-                f"and a reserve ({format_bytes(RESERVE_BYTES)}), of {format_bytes(job.free_device_bytes)} free"
+        shares = [job.cache_share_on(device, layer_devices) for device in devices]
+
+        def taken_by(device: int) -> str:
+            if not job.free_by_device:
+                return ""
+            head = (
+                f"{'embedding and head' if embedding is None else 'the output head'} ({format_bytes(outside_bytes)}), "
             )
+            return (
+                f" by {head if device == 0 else ''}KV cache ({format_bytes(job.cache_bytes_on(shares[device]))}), activations "
+                f"({format_bytes(activations)}) and a reserve ({format_bytes(RESERVE_BYTES)}), of "
+                f"{format_bytes(job.free_by_device[device])} free{f' on GPU {device}' if len(devices) > 1 else ''}"
+            )
+
         placement = plan_placement(
             blocks,
             outside_bytes,
-            [left_bytes(device, job.cache_share_on(device, layer_devices)) for device in devices],
+            [left_bytes(device, share) for device, share in enumerate(shares)],
             config.gpu_memory,
             depth or config.ring_depth,
             layer_devices,
