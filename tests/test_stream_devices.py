@@ -5,7 +5,9 @@ Without GPUs the CPU stands in for each device.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -270,6 +272,20 @@ def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(family, checkpoint
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
     loaded.close()
     assert parts == ([1, 2, 2] if family == "llama" else [1, 1, 1])
+
+
+@needs_gpus
+@pytest.mark.parametrize("engine", ["stream", "resident"])
+def test_the_cache_of_a_pass_is_released_with_its_owner(engine, checkpoints):
+    loaded, spec, _ = load(checkpoints("llama"), devices=2, engine=engine)
+    cache = DeviceKVCache(spec.config, PROMPT)
+    with torch.inference_mode():
+        loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device), past_key_values=cache)
+    owned = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert owned() is None
+    loaded.close()
 
 
 @needs_gpus

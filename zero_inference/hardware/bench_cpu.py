@@ -378,7 +378,7 @@ class CpuBench:
                     rows=rows,
                     gpus=count,
                     hand_off_s=statistics.median(hand_offs[rows, count]),
-                    # what a CPU does without links is not measured again beside more of them
+                    # rates of the CPU alone were measured beside one link
                     **median_rates(samples[name, rows, gpus] | samples[name, rows, count]),
                 )
                 for count in sorted({count for _, _, count in samples})

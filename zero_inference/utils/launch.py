@@ -1,4 +1,4 @@
-"""What a launcher (deepspeed, torchrun) sets for its ranks: read without importing torch, and hidden for a run of one process."""
+"""Read what a launcher (deepspeed, torchrun) sets for its ranks, without importing torch, and hide it from a run of one process."""
 
 from __future__ import annotations
 

@@ -96,6 +96,7 @@ class LayerDevices:
             for event in self.arrived:
                 stream.wait_event(event)
         self.moved.clear()
+        self.inputs = (), {}  # with the KV cache of the pass before
         self.sent, self.arrived, self.part, self.parts = None, [], 0, (slice(None),)
         self.batch_part.rows = None
         fills_no_other_cache = isinstance(cache, DeviceKVCache) or (cache is None and use_cache is False)
