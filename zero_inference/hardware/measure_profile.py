@@ -464,10 +464,8 @@ def peers_gb_per_s(devices: Sequence[torch.device], found: dict[str, float]) -> 
         return None
     if not all(torch.cuda.can_device_access_peer(*pair) for pair in _neighbors(devices)):
         return "link"  # the driver copies by way of host memory
-    rate, link = (
-        found.get("slowest_peer_copy_gbps", found.get("peer_copy_gbps")),
-        found.get("host_to_device_pinned_gbps"),
-    )
+    rate = found.get("slowest_peer_copy_gbps", found.get("peer_copy_gbps"))
+    link = found.get("host_to_device_pinned_gbps")
     return "link" if rate is not None and link is not None and rate <= NVLINK_RATIO * link else rate
 
 

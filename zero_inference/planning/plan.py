@@ -220,14 +220,12 @@ class Plan:
 
     def describe_gpus(self) -> list[tuple[str, str]]:
         """Return the layers on each GPU and the bytes over each link, if any, as label and text; nothing with one GPU."""
-        layers = [f"{each['layers']} on GPU {each['index']}" for each in self.by_gpu]
-        sent = [f"{format_bytes(each['host_to_device_bytes_per_step'])} to GPU {each['index']}" for each in self.by_gpu]
-        links = (
-            f"each decode step {', '.join(sent)}"
-            if any(each["host_to_device_bytes_per_step"] for each in self.by_gpu)
-            else ""
-        )
-        return [(label, text) for label, text in (("layers", ", ".join(layers)), ("links", links)) if text]
+        gpus = self.by_gpu
+        layers = [f"{each['layers']} on GPU {each['index']}" for each in gpus]
+        sent = [f"{format_bytes(each['host_to_device_bytes_per_step'])} to GPU {each['index']}" for each in gpus]
+        lines = [("layers", ", ".join(layers)), ("links", f"each decode step {', '.join(sent)}")]
+        uses_links = any(each["host_to_device_bytes_per_step"] for each in gpus)
+        return lines if uses_links else lines[:1] if gpus else []
 
     @property
     def unchosen_experts(self) -> str | None:

@@ -388,10 +388,10 @@ class StepInputs:
 
     def arguments_for(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `call` with these tensors instead of its own."""
-        position = (
-            {"cache_position": self.cache_positions[self.ids.device]} if call.get("cache_position") is not None else {}
-        )
-        return call | position | {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
+        inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
+        if call.get("cache_position") is not None:
+            inputs["cache_position"] = self.cache_positions[self.ids.device]
+        return call | inputs
 
     def fill(self, call: dict[str, Any]) -> None:
         """Copy the inputs of `call`, whose cache does not hold the step's keys and values yet."""
