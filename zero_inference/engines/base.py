@@ -416,7 +416,8 @@ class EnginePlan:
     def describe_copies(self) -> str:
         """Return a text such as "copies 20.4 GiB over the link"."""
         fetched = format_bytes(self.fetched_bytes) if self.fetched_bytes else "nothing"
-        return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
+        links = f"over the link{'s' * (self.job.num_gpus > 1)}"
+        return f"copies {fetched} {links if self.job.on_gpu else 'within host memory'}"
 
     def describe_location(self) -> str:
         """Return where the weights are stored, such as "on disk"."""

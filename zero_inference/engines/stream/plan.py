@@ -265,7 +265,7 @@ class StreamPlan(EnginePlan):
             link, link_alone = three_digits(rates.link_gb_per_s), three_digits(rates.link_alone_gb_per_s)
             beside, alone = three_digits(rates.cores_gb_per_s), three_digits(rates.cores_alone_gb_per_s)
             lines.append(
-                f"side by side: link {link} GB/s (alone {link_alone}), CPU {beside} GB/s (alone {alone}), "
+                f"side by side: link{'s' * (cpu.gpus > 1)} {link} GB/s (alone {link_alone}), CPU {beside} GB/s (alone {alone}), "
                 f"tokens a pass: {cpu.decode_rows}"
             )
         if cpu.prompt_rows:
