@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -19,9 +21,10 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import fetch_quota
 from zero_inference.engines.stream.expert_cache import USE_DECAY, dispatch
 from zero_inference.engines.stream.layout import BlockLayout, StoredParameter, TensorSpan
-from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement
+from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, assign_layers, plan_placement
 from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.profile import ConcurrentRates
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.models.prompts import random_ids
@@ -452,6 +455,24 @@ def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
         found = plan.with_quota(quota, None)
         assert list(found.expert_slots.values()) == slots and found.staging_bytes_on(0) == staging, most
         assert found.expert_slot_bytes + found.staging_bytes_on(0) <= 13 * 200
+
+
+def test_slots_that_a_ring_gives_to_fetched_experts_are_memory_of_its_own_device():
+    """A device with few blocks in host memory has fewer slots than others, and may have none to give."""
+    draw, tried = random.Random(0), 0
+    quota = tuple(range(9))
+    for _ in range(200):
+        layers, free = draw.randint(2, 14), [draw.randint(300, 16000) for _ in range(draw.randint(1, 3))]
+        of_layers = assign_layers([1700] * layers, free) if len(free) > 1 else ()
+        with contextlib.suppress(DoesNotFit):
+            plan = plan_placement(a_mixture(layers), 0, free, None, draw.choice([None, 6]), of_layers)
+            for spare in range(max(0, plan.ring_depth - 1)):
+                found = plan.with_cpu_shares(1.0, 1.0).with_quota(quota, spare)
+                for device, room in enumerate(free):
+                    rings = found.slots_on(device) * found.slot_bytes + found.staging_bytes_on(device)
+                    assert found.reserved_bytes_on(device) + rings <= room
+                    tried += 1
+    assert tried > 200
 
 
 def test_experts_are_fetched_only_where_that_promises_enough():

@@ -337,8 +337,12 @@ class Placement:
         if spare_slots is not None:
             missing = [placed.staging_bytes_on(each) - self.expert_budgets[each] for each in self.devices]
             slots = min(spare_slots, -(min(0, -max(missing)) // max(1, self.slot_bytes)))
-            budgets = tuple(budget + slots * self.slot_bytes for budget in self.expert_budgets)
-            placed = replace(placed, ring_depth=self.ring_depth - slots, expert_budgets=budgets)
+            placed = replace(placed, ring_depth=self.ring_depth - slots)
+            freed = [
+                self.slots_on(each) - placed.slots_on(each) for each in self.devices
+            ]  # a ring may have fewer slots
+            budgets = (budget + count * self.slot_bytes for budget, count in zip(self.expert_budgets, freed))
+            placed = replace(placed, expert_budgets=tuple(budgets))
 
         def fits(device: int) -> bool:
             room: float = placed.expert_budgets[device]
