@@ -13,6 +13,7 @@ from conftest import ROOT, VOCAB
 from test_split import split_of
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
 from test_stream_cpu import prefetcher_of
+from test_stream_devices import needs_gpus
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 
 from zero_inference.engines.stream import cpu_plan, expert_cache
@@ -51,7 +52,8 @@ def cached(mixtures, monkeypatch):  # noqa: F811
         experts = placement.expert_blocks
         others = set(range(len(placement.blocks))) - set(experts)
         budget = placement.nbytes_of(others) + slots * sum(placement.expert_bytes(block) for block in experts)
-        found = load(folder, cpu_compute=share, gpu_memory=(budget + 0.5) / 2**30, **FORMS[bits], **options)
+        of_each = budget // options.get("devices", 1)
+        found = load(folder, cpu_compute=share, gpu_memory=(of_each + 0.5) / 2**30, **FORMS[bits], **options)
         opened.append(found[0])
         return found
 
@@ -294,10 +296,14 @@ def test_ids_are_those_of_transformers_whatever_is_cached(family, slots, mixture
         assert (watched.changes > 0) == (share > 0) == (use.fetched_bytes_per_step > 0)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_a_decode_step_that_is_replayed_as_a_graph_finds_what_has_changed(family, mixtures, cached, fetching):  # noqa: F811
+@pytest.mark.parametrize(
+    ("family", "devices"), [("mixtral", 1), ("qwen2_moe", 1), pytest.param("mixtral", 2, marks=needs_gpus)]
+)
+def test_a_decode_step_that_is_replayed_as_a_graph_finds_what_has_changed(family, devices, mixtures, cached, fetching):  # noqa: F811
     fetching(0.5, 2)
-    loaded, spec, ranks = cached(family, 2, decode_graph="on")
+    loaded, spec, ranks = cached(family, 2, decode_graph="on", devices=devices)
+    placement = prefetcher_of(loaded).placement
+    assert {placement.device_of(block) for block in placement.expert_slots} == set(range(devices))
     found = generate(loaded, spec, ranks)
     assert loaded.facts["stream"]["decode_graph"].unused_because is None
     assert torch.equal(found.output_ids, mixtures(family)[1])
