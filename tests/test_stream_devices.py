@@ -192,6 +192,22 @@ def test_a_ring_may_wait_for_the_end_of_a_layer(checkpoints):
     assert max(seen) > 1, "several blocks of a layer at once"
 
 
+@needs_gpus
+def test_a_block_that_a_layer_calls_twice_is_fetched_again(checkpoints):
+    """Also where all slots wait for the end of the layer."""
+    loaded, *_ = load(checkpoints("llama"), devices=2, cpu_compute="0.3", ring_depth=2)
+    (ring, *_), seen = prefetcher_of(loaded).rings.values(), []
+    ring.refills_after_layers = True
+    blocks = ring.pass_order[:2]
+    ring.begin_pass(blocks, blocks)
+    for block in (*blocks, blocks[0]):
+        found = ring.buffer_in(block, ring.acquire(block))
+        seen.append(torch.equal(found.cpu(), ring.store.buffers[block]))
+        ring.release(block)
+    loaded.close()
+    assert seen == [True] * 3
+
+
 def test_micro_batches_are_long_enough_for_the_launches_of_a_layer():
     options = "--dummy --engine stream --quant-bits 4 --gpu-memory 0 --num-gpus 2 --cpu-compute off --batch-size 8"
     machine = Machine(replace(MACHINE, gpus=(H200, H200)))

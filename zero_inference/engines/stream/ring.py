@@ -166,7 +166,7 @@ class RingBuffer:
         return self.pending.popleft()
 
     def _drop(self, all_but: Collection[int] = ()) -> None:
-        """Free held slots and those of pending copies, except the first pending copy of each block in `all_but`."""
+        """Free held and released slots and those of pending copies, except the first pending copy of each block in `all_but`."""
         remaining: deque[_Fetch] = deque()
         for fetch in self.pending:
             wanted = fetch.block in all_but and self._is_in_its_slot(fetch, self.pass_order)
@@ -176,9 +176,10 @@ class RingBuffer:
                 self.last_use[fetch.slot] = fetch.arrived
                 self.empty.append(fetch.slot)
         self.pending = remaining
-        for fetch in self.held.values():
-            self.last_use[fetch.slot] = self.streams.record_event(self.streams.current())
-            self.empty.append(fetch.slot)
+        for slot in (*self.released, *(fetch.slot for fetch in self.held.values())):
+            self.last_use[slot] = self.streams.record_event(self.streams.current())
+            self.empty.append(slot)
+        self.released.clear()
         self.held.clear()
 
     def _request_all(self) -> None:
