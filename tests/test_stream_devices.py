@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream import devices
-from zero_inference.engines.stream.devices import replace_tensors
+from zero_inference.engines.stream.devices import count_rows, replace_tensors
 from zero_inference.engines.stream.placement import assign_layers, plan_placement
 from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
 from zero_inference.errors import DoesNotFit
@@ -208,6 +208,19 @@ def test_a_block_that_a_layer_calls_twice_is_fetched_again(checkpoints):
     assert seen == [True] * 3
 
 
+def test_rows_of_a_sequence_in_the_inputs_of_a_layer():
+    """5 sequences of 7 tokens, 4 heads."""
+    forms = {
+        1: [(5, 7, 64), (5, 7), (5, 1, 7, 7), (5, 4, 7, 9), (5, 9)],
+        0: [(7,), (1, 7), (1, 7, 16), (7, 16), (1, 1, 7, 7), (4, 1, 7)],
+        4: [(20, 1, 7), (20, 1, 9)],
+        None: [(3, 5, 7, 16), (5, 1, 7), (4, 16), (5, 3), (10, 1, 7)],
+    }
+    for count, shapes in forms.items():
+        assert [count_rows(torch.empty(shape), 5, 7, 4) for shape in shapes] == [count] * len(shapes)
+    assert count_rows(torch.empty(4, 1, 7), 4, 7, 4) is None, "of sequences or of heads"
+
+
 def test_micro_batches_are_long_enough_for_the_launches_of_a_layer():
     options = "--dummy --engine stream --quant-bits 4 --gpu-memory 0 --num-gpus 2 --cpu-compute off --batch-size 8"
     machine = Machine(replace(MACHINE, gpus=(H200, H200)))
@@ -242,7 +255,7 @@ def test_tensors_are_replaced_wherever_a_layer_takes_them():
 
 @needs_gpus
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mixtral", "opt"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "bloom"])
 @pytest.mark.parametrize("options", [{"cpu_compute": "off"}, {"cpu_compute": "0.5"}, {"gpu_memory": 1.0}], ids=str)
 def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, checkpoints, monkeypatch):
     """Logits and keys of a prompt of 5 sequences, and the steps after it, are those of the whole batch."""
@@ -253,7 +266,7 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
     for count in (1, 2):
         loaded, spec, _ = load(checkpoints(family), devices=count, ring_depth=5, batch_size=5, **options)
         layers, parts = prefetcher_of(loaded).layers, []
-        for layer in loaded.model.model.layers if family != "opt" else loaded.model.model.decoder.layers:
+        for layer in decoder_layers(loaded.model)[1]:
             layer.register_forward_hook(lambda *_: parts.append(len(layers.parts)))
         cache = DeviceKVCache(spec.config, PROMPT + GEN)
         inputs = {"attention_mask": mask.to(loaded.device), "max_new_tokens": GEN, "do_sample": False}
@@ -273,7 +286,7 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
 @needs_gpus
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(family, checkpoints, monkeypatch):
-    """A model that makes its own cache would add each micro-batch to it as more positions; BLOOM's biases have no row for each sequence."""
+    """A model that makes its own cache would add each micro-batch to it as more positions. BLOOM's biases have a row for each head."""
     monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
     folder, ids = checkpoints(family), random_ids(0, 4, PROMPT, VOCAB)
     loaded, spec, _ = load(folder, devices=2, cpu_compute="off", ring_depth=5, batch_size=4)
@@ -287,7 +300,7 @@ def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(family, checkpoint
             found = loaded.model(ids.to(loaded.device), **inputs).logits.cpu()
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
     loaded.close()
-    assert parts == ([1, 2, 2] if family == "llama" else [1, 1, 1])
+    assert parts == [1, 2, 2]
 
 
 @needs_gpus

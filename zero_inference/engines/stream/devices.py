@@ -2,7 +2,7 @@
 
 In a long pass of several sequences the batch is divided into micro-batches, one a device. Each layer computes them one after the other, and
 the next layer's device begins with the first one while the second one still computes here, so that all devices compute at the same time.
-Passes that fill a cache of transformers' own are not divided, nor those whose layers get tensors of an unknown form, as BLOOM's biases are.
+Passes that fill a cache of transformers' own are not divided, nor those whose layers get tensors of an unknown form.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from zero_inference.engines.stream.streams import ComputeStreams, DeviceStreams
 from zero_inference.kv_cache.device import BatchPart, DeviceKVCache
 from zero_inference.models.tracing import tensors_in
+from zero_inference.utils.model_sizes import text_config
 from zero_inference.utils.patching import Patches
 
 # Operations of a layer for a micro-batch, which take an H200 4 ms: Python launches a layer in 1 to 3 ms, once for each micro-batch. 2048
@@ -67,7 +68,8 @@ class LayerDevices:
         self.part = 0
         self.may_divide_pass = False
         self.batch_part = BatchPart()  # of the KV cache of a pass that may be divided
-        self.batch = 0  # sequences of a pass that is divided
+        self.batch = self.length = 0  # sequences of a pass that is divided, and tokens of each
+        self.heads: int = getattr(text_config(getattr(model, "config", None)), "num_attention_heads", 0)
         # by id of a tensor and device: the tensor, which keeps its id, and its copy there
         self.moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent: torch.Tensor | None = None  # hidden states of all micro-batches for the next layer, on its device
@@ -110,7 +112,9 @@ class LayerDevices:
             return
         self.batch, length = hidden.shape[:2]
         count = count_parts(self.batch, length, len(self.streams), self.layer_parameters)
-        if count > 1 and all(_is_divisible(each, self.batch, length) for each in tensors_in(self.inputs)):
+        counts = (count_rows(each, self.batch, length, self.heads) for each in tensors_in(self.inputs))
+        if count > 1 and None not in counts:
+            self.length = length
             ends = [self.batch * part // count for part in range(count + 1)]
             self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
 
@@ -175,7 +179,12 @@ class LayerDevices:
         if self.arrived:
             self.compute.streams[device].wait_event(self.arrived[part])
         self.batch_part.rows, self.batch_part.batch, self.batch_part.is_last = rows, self.batch, self.is_last_part
-        return replace_tensors(self.inputs, partial(_rows_of, rows, self.batch))
+
+        def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+            count = count_rows(tensor, self.batch, self.length, self.heads)
+            return tensor[rows.start * count : rows.stop * count] if count else tensor
+
+        return replace_tensors(self.inputs, rows_of)
 
     def _finish_parts(self, layer: nn.Module, output: Any, index: int, next_device: int) -> Any:
         """Return the output of the whole batch, given that of the first micro-batch; its hidden states are on `next_device`."""
@@ -220,19 +229,20 @@ class LayerDevices:
         self.arrived = []
 
 
-def _is_divisible(tensor: torch.Tensor, batch: int, length: int) -> bool:
-    """Return whether `_rows_of` does right by an input of a layer: it has a row for each sequence, as hidden states [B, T, H], positions
-    [B, T] and masks [B, heads or 1, T, past + T], or is the same for all, as rotary embeddings [1, T, D] or [T, D]. A bias [heads, 1, T] or
-    [B * heads, 1, T] is neither."""
+def count_rows(tensor: torch.Tensor, batch: int, length: int, heads: int) -> int | None:
+    """Return how many rows an input of a layer has for each of `batch` sequences of `length` tokens; 0 if it is the same for all, None if
+    its form is unknown.
+
+    One: hidden states [B, T, H], positions [B, T], masks [B, heads or 1, T, past + T]. None of its own: rotary embeddings [1, T, D] and
+    [T, D], biases [heads, 1, T] of MPT. As many as heads: biases [B * heads, 1, past + T] of BLOOM and Falcon.
+    """
     if tensor.dim() < 2 or tensor.shape[0] in (1, length):
-        return True
+        return 0
+    if tensor.dim() == 3 and tensor.shape[1] == 1:
+        known = {batch * heads: heads} if heads == batch else {batch * heads: heads, heads: 0}
+        return known.get(tensor.shape[0])
     positions = tensor.shape[-2:] if tensor.dim() == 4 else tensor.shape[1:2]
-    return tensor.shape[0] == batch and all(each >= length for each in positions)
-
-
-def _rows_of(rows: slice, batch: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a tensor that has a row for each sequence; other tensors, such as positions [T], unchanged."""
-    return tensor[rows] if tensor.dim() > 1 and tensor.shape[0] == batch else tensor
+    return 1 if tensor.shape[0] == batch and all(each >= length for each in positions) else None
 
 
 def replace_tensors(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:

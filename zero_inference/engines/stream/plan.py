@@ -53,7 +53,7 @@ from zero_inference.hardware.profile import link_shares, links_gb_per_s
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
-from zero_inference.kv_cache.device import takes_cache
+from zero_inference.kv_cache.device import supports_preallocated, takes_cache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.format import format_bytes, three_digits
 
@@ -88,7 +88,8 @@ class StreamPlan(EnginePlan):
     @property
     def prefill_parts(self) -> int:
         job = self.job
-        if not (self.preallocated_cache and self.placement.may_divide) or job.config.kv_offload:
+        has_rows = self.preallocated_cache and supports_preallocated(job.empty_model.model)  # a `DeviceKVCache`
+        if not (has_rows and self.placement.may_divide) or job.config.kv_offload:
             return 1
         return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices), self.placement.layer_parameters)
 
