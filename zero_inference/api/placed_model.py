@@ -90,13 +90,14 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     job = build_job(config, spec, ranks, empty_model=empty_model)
     if job.free_device_bytes is not None and scoring:
-        # on the first device logits [rows, length, vocabulary] and two float32 copies of them, which a log-softmax makes; on all devices
-        # together the KV cache that a plain call fills
+        # logits [rows, length, vocabulary], two float32 copies of them that a log-softmax makes, and the KV cache of a plain call;
+        # the plan may take the first device alone, or others with their part of the cache
         logits = config.batch_size * config.positions * spec.text_config.vocab_size * (spec.dtype.itemsize + 8)
         kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
-        cached = kv_bytes // len(job.free_by_device)
-        taken = [logits + cached, *[cached] * (len(job.free_by_device) - 1)]
-        job = replace(job, free_by_device=tuple(max(0, free - each) for free, each in zip(job.free_by_device, taken)))
+        first, *others = job.free_by_device
+        part = kv_bytes // len(job.devices)
+        free = first - logits - kv_bytes, *(each - part for each in others)
+        job = replace(job, free_by_device=tuple(max(0, each) for each in free))
     plan = make_plan(job)
     plan.check()
     check_memory(plan)
