@@ -336,6 +336,8 @@ def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
             with pytest.raises(ValueError, match="this pass fails"):
                 loaded.model(ids.to(loaded.device), use_cache=False)
             hook.remove()
+            layers = prefetcher_of(loaded).layers
+            assert (layers.inputs, layers.sent, layers.arrived) == (((), {}), None, []), "its memory is free"
             found = loaded.model(ids.to(loaded.device), use_cache=False).logits.cpu()
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
     assert loaded.timeline.link_use(0) is not None

@@ -78,6 +78,8 @@ class LayerDevices:
         if len(streams) == 1:
             return
         self.copy_streams = [each.stream() for each in streams]
+        # a call that failed releases its tensors, too
+        self.patches.add_hooks(model.register_forward_hook(lambda *_: self.begin_pass(), always_call=True))
         for index, layer in enumerate(layers):
             self.patches.add_hooks(
                 layer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True),
