@@ -15,10 +15,11 @@ from conftest import FAMILIES, plain_ids
 from test_machine import H200, MACHINE, planned, replace
 from test_stream import BATCH, GEN, PROMPT, VOCAB, generate, layers_of, load
 from test_stream_cpu import prefetcher_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream import devices
+from zero_inference.engines.stream.blocks import why_one_device
 from zero_inference.engines.stream.devices import count_rows, replace_tensors
 from zero_inference.engines.stream.placement import assign_layers, plan_placement
 from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
@@ -351,3 +352,16 @@ def test_a_refusal_names_the_gpu_that_has_too_little(no_gpu):
     with pytest.raises(DoesNotFit, match=r"left for them by KV cache .*, of 1 GiB free on GPU 1\.$") as refused:
         make_plan(small)
     assert "head" not in str(refused.value), "which is on the first one"
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (dict(model_type="llama", hidden_size=48, intermediate_size=64, num_attention_heads=4), None),
+        (dict(model_type="mamba", hidden_size=48), "it has one state for all layers and no KV cache"),
+    ],
+)
+def test_models_that_need_one_device_say_why(fields, reason):
+    config = AutoConfig.for_model(**fields, num_hidden_layers=2, vocab_size=VOCAB)
+    with torch.device("meta"):
+        assert why_one_device(AutoModelForCausalLM.from_config(config)) == reason

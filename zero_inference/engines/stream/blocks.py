@@ -24,6 +24,7 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.errors import UsageError
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
+from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.empty_model import parameter_names
 from zero_inference.models.layers import decoder_layers, find_layers, first_of_kind
 from zero_inference.models.mlp import (
@@ -107,6 +108,8 @@ def why_one_device(model: nn.Module) -> str | None:
     reads = trace_reads(model)
     if not layers:
         return "it has no list of decoder layers"
+    if not takes_cache(model):
+        return "it has one state for all layers and no KV cache"
     if reads is None:
         return "a pass of the model could not be traced"
     if reads.computes_between_layers:
