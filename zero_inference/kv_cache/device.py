@@ -307,9 +307,10 @@ class _DeviceLayer(PreallocatedLayer):
         self.stored = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))
 
     def append(self, states: Pair, start: int, end: int) -> Pair:
-        keys, values = self.stored
-        rows = slice(None) if self.part.rows is None else self.part.rows
-        return store((keys[rows], values[rows]), states, start, end)
+        if self.part.rows is None:
+            return super().append(states, start, end)
+        keys, values = (side[self.part.rows] for side in self.stored)
+        return store((keys, values), states, start, end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store the new keys and values, and return all; all allocated positions within `DeviceKVCache.writing_at`."""

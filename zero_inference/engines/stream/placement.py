@@ -74,12 +74,19 @@ class Placement:
     def devices(self) -> range:
         return range(len(self.expert_budgets))
 
+    @cached_property
+    def block_devices(self) -> list[int]:  # of each block
+        return [self.layer_devices[block.layer] if self.layer_devices else 0 for block in self.blocks]
+
     def device_of(self, block: int) -> int:
-        return self.layer_devices[self.blocks[block].layer] if self.layer_devices else 0
+        return self.block_devices[block]
 
     def on(self, device: int, blocks: Iterable[int]) -> list[int]:
         """Return those of `blocks` whose layer is on `device`."""
-        return [block for block in blocks if self.device_of(block) == device]
+        if len(self.devices) == 1:  # each decode step asks
+            return list(blocks)
+        devices = self.block_devices
+        return [block for block in blocks if devices[block] == device]
 
     @property
     def streamed(self) -> list[int]:  # in a decode pass

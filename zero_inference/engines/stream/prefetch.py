@@ -88,10 +88,9 @@ class Prefetcher:
 
         self.patches = Patches()
         self.blocks: list[HookedBlock] = []
-        prefix, layers = decoder_layers(model)
         self.layers = LayerDevices(
             model,
-            layers,
+            decoder_layers(model)[1],
             placement.layer_devices,
             streams,
             placement.layer_parameters if placement.may_divide else 0.0,

@@ -57,7 +57,6 @@ class RingBuffer:
         self.streams, self.gathered = timeline.streams, dict(gathered or {})
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         device = self.streams.device
-        self.depth = depth
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(depth)]
         self.last_use: list[Any] = [None] * depth  # by slot: the event after it
         self.last_span: list[Any] = [None] * depth  # by slot: the computation that used it, for the timeline
