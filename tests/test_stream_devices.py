@@ -120,6 +120,8 @@ def test_layers_take_turns_in_proportion_to_what_devices_take():
     assert assign_layers(eight, [9 * GIB, 9 * GIB]) == (0,) * 4 + (1,) * 4, "all are resident: few changes of device"
     assert assign_layers(eight, [None, None]) == (0,) * 4 + (1,) * 4
     assert assign_layers(eight, [6 * GIB, 2 * GIB]) == (0,) * 6 + (1,) * 2
+    assert assign_layers(eight, [9 * GIB, 9 * GIB], alternate=True) == (0, 1) * 4
+    assert assign_layers(eight, [6 * GIB, 2 * GIB], alternate=True) == (0, 0, 1, 0) * 2
     # 2 and 0 of 8 layers are resident, and each link brings 3
     uneven = assign_layers(eight, [2 * GIB, 0])
     assert (uneven.count(0), uneven.count(1)) == (5, 3) and uneven[:2] in ((0, 1), (0, 0))
@@ -229,7 +231,7 @@ def test_micro_batches_are_long_enough_for_the_launches_of_a_layer():
     for model, length in (("llama-2-13b", 2048), ("llama-2-13b", 256), ("qwen3-30b-a3b", 2048)):
         found[model, length] = planned(f"--model {model} {options} --prompt-len {length}", machine).engine_plan
     assert [each.prefill_parts for each in found.values()] == [2, 1, 1]
-    of_llama, _, of_qwen = (each.placement.layer_parameters for each in found.values())
+    of_llama, _, of_qwen = (each.job.layer_parameters for each in found.values())
     assert of_llama == pytest.approx(4 * 5120**2 + 3 * 5120 * 13824, rel=0.01)
     attention, experts = 2 * 2048 * (4096 + 512), 8 * 3 * 2048 * 768
     assert of_qwen == pytest.approx(attention + experts, rel=0.01)
@@ -285,23 +287,58 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
 
 
 @needs_gpus
+@pytest.mark.parametrize("family", ["llama", "mixtral", "bloom"])
+def test_resident_layers_alternate_for_a_long_prompt(family, checkpoints, monkeypatch):
+    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
+    loaded, spec, ranks = load(checkpoints(family), devices=2, engine="resident", batch_size=BATCH)
+    layers, parts = loaded.close.__self__, []
+    assert list(layers.layer_devices) == [0, 1, 0]
+    decoder_layers(loaded.model)[1][1].register_forward_hook(lambda *_: parts.append(len(layers.parts)))
+    found = generate(loaded, spec, ranks)
+    loaded.close()
+    assert max(parts) == 2 and parts[-1] == 1, "steps are not divided"
+    assert torch.equal(found.output_ids, plain_ids(checkpoints(family), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+
+
+@pytest.mark.parametrize(
+    ("gen_len", "layer_devices", "parts"),
+    [(16, [0, 1] * 20, 2), (2048, [0] * 20 + [1] * 20, 1), (1, [0] * 20 + [1] * 20, 1)],  # 1: by the Python API
+)
+def test_resident_layers_alternate_where_the_prompt_gains_more_than_steps_lose(gen_len, layer_devices, parts):
+    options = f"--model llama-2-13b --dummy --num-gpus 2 --batch-size 8 --prompt-len 2048 --gen-len {gen_len}"
+    machine = Machine(replace(MACHINE, gpus=(H200, H200)))
+    for engine in ("stream", "resident"):
+        plan = planned(f"{options} --engine {engine}", machine).engine_plan
+        assert (list(plan.layer_devices), plan.prefill_parts) == (layer_devices, parts), engine
+
+
+@needs_gpus
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(family, checkpoints, monkeypatch):
-    """A model that makes its own cache would add each micro-batch to it as more positions. BLOOM's biases have a row for each head."""
+@pytest.mark.parametrize("engine", ["stream", "resident"])
+def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(engine, family, checkpoints, monkeypatch):
+    """A model that makes its own cache would add each micro-batch to it as more positions, and one that records the outputs of its layers
+    would record those of a micro-batch. BLOOM's biases have a row for each head."""
     monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
     folder, ids = checkpoints(family), random_ids(0, 4, PROMPT, VOCAB)
-    loaded, spec, _ = load(folder, devices=2, cpu_compute="off", ring_depth=5, batch_size=4)
-    layers, cache = prefetcher_of(loaded).layers, DeviceKVCache(spec.config, PROMPT)
+    options = dict(cpu_compute="off", ring_depth=5) if engine == "stream" else dict(engine=engine)
+    loaded, spec, _ = load(folder, devices=2, batch_size=4, **options)
+    layers = prefetcher_of(loaded).layers if engine == "stream" else loaded.close.__self__
+    cache = DeviceKVCache(spec.config, PROMPT)
     expected, parts = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
     layers_of_model = decoder_layers(loaded.model)[1]
     layers_of_model[1].register_forward_hook(lambda *_: parts.append(len(layers.parts)))
+    recorded = {"use_cache": False, "output_hidden_states": True}
     with torch.inference_mode():
-        logits = expected(ids).logits
-        for inputs in ({}, {"past_key_values": cache}, {"use_cache": False}):
-            found = loaded.model(ids.to(loaded.device), **inputs).logits.cpu()
-            torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+        plain = expected(ids, **recorded)
+        for inputs in ({}, {"past_key_values": cache}, {"use_cache": False}, recorded):
+            found = loaded.model(ids.to(loaded.device), **inputs)
+            torch.testing.assert_close(found.logits.cpu(), plain.logits, atol=1e-4, rtol=1e-4)
+        for one, other in zip(found.hidden_states, plain.hidden_states, strict=True):
+            torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-4)
+        loaded.modules_changed({layers_of_model[0]})
+        loaded.model(ids.to(loaded.device), use_cache=False)
     loaded.close()
-    assert parts == [1, 2, 2]
+    assert parts == [1, 2, 2, 1, 1], "not with a cache of its own, recorded outputs, or hooks of others"
 
 
 @needs_gpus

@@ -10,6 +10,7 @@ from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of, without_short_prompts
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
+from zero_inference.engines.stream.devices import HOP_HOST_S, HOP_S, count_hops
 from zero_inference.hardware.machine import Machine
 from zero_inference.hardware.profile import (
     DeviceAttentionTime,
@@ -141,6 +142,16 @@ def test_several_gpus_share_a_long_prefill_of_several_sequences():
     (*alone, alone_s), (*shared, shared_s) = prefill(32, 1), prefill(32, 2)
     assert (alone, shared) == ([1, "matmul"], [2, "matmul"]) and shared_s == pytest.approx(alone_s / 2, rel=0.05)
     assert prefill(1, 2)[0] == 1, "one sequence is not divided"
+
+
+@pytest.mark.parametrize(("launches", "hop_s"), [(None, HOP_S), (FAST.launches, HOP_HOST_S)], ids=["device", "host"])
+def test_each_hop_to_another_gpu_takes_time(launches, hop_s):
+    """That of the host where the device waits for it."""
+    assert count_hops((0, 1, 0, 1)) == 4 and count_hops((0, 1, 0)) == 2 and count_hops((0, 0)) == count_hops(()) == 0
+    two = replace(FAST, gpus=FAST.gpus * 2, all_links_gb_per_s=110.0, launches=launches)
+    options = "--model opt-13b --engine resident --dummy --dtype bfloat16"
+    one, halves = (planned_times(f"{options} --num-gpus {gpus}", two)[1].step.seconds for gpus in (1, 2))
+    assert halves == pytest.approx(one + 2 * hop_s, rel=1e-6)
 
 
 def test_accelerate_copies_and_computes_in_turn_from_pageable_memory():

@@ -26,7 +26,7 @@ from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCach
 from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, sees_all_positions, supports_preallocated
 from zero_inference.kv_cache.host import SLOTS, HostKVCache
 from zero_inference.models.empty_model import EmptyModel, ModelSizes, cache_class, logits_bytes
-from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
+from zero_inference.models.layers import COMPARED_BYTES, find_layers, first_layer_bytes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.format import format_bytes
@@ -86,6 +86,14 @@ class Job:
     @property
     def length(self) -> int:  # prompt and generated tokens of a sequence
         return self.config.positions
+
+    @property
+    def layer_parameters(self) -> float:
+        """Parameters that a token uses in a decoder layer, on average; 0 if layers are not found."""
+        model, sizes = self.empty_model.model, self.sizes
+        layers, head = find_layers(model)[1], model.get_output_embeddings()
+        outside = 0 if head is None else sum(each.numel() for each in head.parameters())
+        return (sizes.parameters - sizes.idle_parameters - outside) / len(layers) if layers else 0.0
 
     @property
     def pin_weights(self) -> bool:

@@ -9,9 +9,16 @@ import torch
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, LoadProgress
 from zero_inference.engines.stream.blocks import refuse_several_devices
-from zero_inference.engines.stream.devices import LayerDevices, device_by_name, move_buffers
+from zero_inference.engines.stream.devices import (
+    LayerDevices,
+    device_by_name,
+    move_buffers,
+    prefill_parts,
+    should_alternate,
+)
 from zero_inference.engines.stream.placement import assign_layers
 from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.kv_cache.device import supports_preallocated
 from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.layers import find_layers
 from zero_inference.models.weights import load_weights
@@ -26,23 +33,29 @@ class ResidentPlan(EnginePlan):
     def layer_devices(self) -> Sequence[int]:
         return self.placed_layers
 
+    @property
+    def prefill_parts(self) -> int:
+        return prefill_parts(self.job, self.layer_devices)
+
     def weight_bytes_on(self, device: int) -> int:
         return self.by_device[device]
 
 
 def plan(job: Job) -> ResidentPlan:
-    """Plan the whole model on each rank, with its share of the batch, or consecutive layers on each device of one process.
+    """Plan the whole model on each rank, with its share of the batch, or some layers on each device of one process.
 
     Raises UsageError: a model that needs one device has several.
     """
     refuse_several_devices(job)
-    total, layers = job.sizes.parameter_bytes, find_layers(job.empty_model.model)[1]
+    model = job.empty_model.model
+    total, layers = job.sizes.parameter_bytes, find_layers(model)[1]
     layer_devices: tuple[int, ...] = (0,) * len(layers)
     by_device = [total]
     if len(job.devices) > 1:
         sizes = [sum(p.numel() for p in layer.parameters()) * job.spec.dtype.itemsize for layer in layers]
         first, *others = job.free_by_device or (0,) * len(job.devices)
-        layer_devices = assign_layers(sizes, [max(0, first - total + sum(sizes)), *others])
+        capacities = [max(0, first - total + sum(sizes)), *others]
+        layer_devices = assign_layers(sizes, capacities, alternate=should_alternate(job))
         by_device = [0] * len(job.devices)
         by_device[0] = total - sum(sizes)  # embedding and head
         for nbytes, device in zip(sizes, layer_devices):
@@ -54,6 +67,8 @@ def plan(job: Job) -> ResidentPlan:
         weight_bytes=total,
         by_device=by_device,
         placed_layers=layer_devices,
+        # its rows are those of a micro-batch
+        preallocated_cache=len(job.devices) > 1 and not job.window_only_in_cache and supports_preallocated(model),
     )
 
 
@@ -74,5 +89,9 @@ def load(plan: ResidentPlan, progress: LoadProgress = lambda done: None) -> Load
     move_buffers(model, device_of)
     loaded = LoadedModel(model, devices[0], job.spec.dtype, weight_bytes=parameter_bytes(model), devices=devices)
     if len(devices) > 1:
-        loaded.close = LayerDevices(model, layers, plan.layer_devices, list(map(DeviceStreams, devices))).close
+        streams = list(map(DeviceStreams, devices))
+        layer_devices = LayerDevices(model, layers, plan.layer_devices, streams, job.layer_parameters)
+        layer_devices.divide_passes_of(model.get_submodule(prefix.rpartition(".")[0]))
+        loaded.close, loaded.modules_changed = layer_devices.close, lambda modules: layer_devices.stop_dividing()
+        loaded.preallocated_cache = plan.preallocated_cache
     return loaded

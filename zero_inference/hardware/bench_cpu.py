@@ -396,25 +396,26 @@ class CpuBench:
         return rate
 
     def hand_off_s(self, dtype: torch.dtype, rows: int, links: BusyLinks) -> float:
-        """Return the time of a hand-off with `rows` rows while `links` are busy.
+        """Return the time of a hand-off with `rows` rows while `links` are busy, the median of `HAND_OFFS`: other work of a shared host
+        makes single ones many times as long.
 
         Hand-offs begin after half of the copies, when Python has enqueued all of them, so that its time does not count.
         """
         task, weights = narrow_feed_forward(self.pool, dtype, self.columns)
         self.pool.reserve(task, rows)
         x = torch.zeros(rows, self.columns, dtype=dtype, device=self.device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(HAND_OFFS + 1)]
         copies = [links.begin() for _ in range(HAND_OFF_COPIES)]
         torch.cuda.current_stream(self.device).wait_event(copies[HAND_OFF_COPIES // 2 - 1].ends[0])
         (x,) = self.hand_off(task, x)  # worker threads wake up
-        start.record()
-        for _ in range(HAND_OFFS):
+        events[0].record()
+        for event in events[1:]:
             (x,) = self.hand_off(task, x)
-        end.record()
-        end.synchronize()
+            event.record()
+        events[-1].synchronize()
         copies[-1].wait()
         del weights  # no task reads them any more
-        return start.elapsed_time(end) / 1e3 / HAND_OFFS
+        return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(events)) / 1e3
 
     def visit(self, products: CpuProducts, rows: int, samples: dict[str, list[float]]) -> None:
         """Append to `samples` rates of `products` with `rows` rows, by the fields of `CpuProductRate`."""

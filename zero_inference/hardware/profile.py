@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST = 1e18  # upper limit of any number in a profile; more is a mistake
 MIN_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
 # Raised when `link --save` measures more or measures differently, so that machines are measured again.
-MEASURED_WITH = 8
+MEASURED_WITH = 9
 BUSY_SHARE = 0.25  # of the CPU in other programs, above which rates are considered too low
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]

@@ -2,7 +2,7 @@
 
     device_s  = sum over operators of max(other bytes / memory rate + weights (`weight_times`), flops / matmul rate, launch_floor)
     launch_s  = max(0, host_s - device_s - cpu_s) + selecting a token      the host launches while device and CPU work
-    compute_s = device_s + cpu_s + launch_s
+    compute_s = device_s + cpu_s + launch_s                                device_s includes hops between GPUs
     pass_s    = max(compute_s, link_s, peers_s, disk_s)                    with a GPU and overlapping copies; their sum otherwise
 
 The rates are a run's own: `zero-inference link --save` measures them. The constants of this file name the runs that they come from.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from zero_inference.engines.base import CpuWork, EnginePlan, Job
+from zero_inference.engines.stream.devices import HOP_HOST_S, HOP_S, count_hops
 from zero_inference.hardware.profile import (
     dequantize_gb_per_s,
     device_attention_s,
@@ -208,6 +209,7 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
         device_s *= MOE_PREFILL_SLOWDOWN
     if prefill and plan.prefill_parts > 1:
         device_s *= overlapped_share(plan.layer_devices, plan.prefill_parts)
+    device_s += HOP_S * count_hops(plan.layer_devices)
     overhead, host_s = _overhead(plan, machine), host_time_s(plan, machine, traced, prefill)
     start_s = overhead.start_s if overhead and prefill else 0.0
     late_s = max(0.0, host_s - device_s - cpu.wait_s) if job.on_gpu else host_s  # device and CPU wait for the host
@@ -279,7 +281,7 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
     host_s += plan.copied_kv_layers * _piece_s(find_engine_overhead(machine, "resident", kv_offload=True), prefill)
     if terms.graphs and not prefill:
         return host_s
-    host_s += terms.fetches * _piece_s(_overhead(plan, machine), prefill)
+    host_s += HOP_HOST_S * count_hops(plan.layer_devices) + terms.fetches * _piece_s(_overhead(plan, machine), prefill)
     host_s += terms.resident_quantized_blocks * _piece_s(
         find_engine_overhead(machine, "stream", 4, resident=True), prefill
     )

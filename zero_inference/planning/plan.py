@@ -328,8 +328,8 @@ def make_plan(job: Job) -> Plan:
 
 
 def _more_gpus_if_they_help(several: Plan, one: Plan) -> Plan:
-    """Return the plan that fits, then that of several GPUs if it is predicted to gain `MIN_GAIN`: that hidden states change GPUs in each
-    layer is not predicted. Without times return that of one GPU only if it holds all weights."""
+    """Return the plan that fits, then that of several GPUs if it is predicted to gain `MIN_GAIN`. Without times return that of one GPU only
+    if it holds all weights."""
     if several.fits != one.fits:
         return several if several.fits else one
     if several.times is None or one.times is None:

@@ -7,22 +7,29 @@ Passes that fill a cache of transformers' own are not divided, nor those whose l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_inference.engines.base import Job
 from zero_inference.engines.stream.streams import ComputeStreams, DeviceStreams
-from zero_inference.kv_cache.device import BatchPart, DeviceKVCache
+from zero_inference.kv_cache.device import BatchPart, DeviceKVCache, supports_preallocated
 from zero_inference.models.tracing import tensors_in
 from zero_inference.utils.model_sizes import text_config
 from zero_inference.utils.patching import Patches
 
 # Operations of a layer for a micro-batch, which take an H200 4 ms: Python launches a layer in 1 to 3 ms, once for each micro-batch. 2048
 # tokens of Llama-2-13B took 0.13 s on one GPU and 0.14 to 0.22 s in two micro-batches (h200-x2-one-process).
-MIN_PART_FLOPS = 2e12
+MIN_PART_FLOPS, PART_S = 2e12, 4e-3
+# Time of a hop, by which hidden states change devices: from the last kernel before it to the first one after it, if the host launches both
+# early enough, and of the host to launch its copy and events (h200-x2-one-process/traced_host.txt).
+HOP_S, HOP_HOST_S = 21e-6, 50e-6
+# Arguments of a model for which it records outputs of its layers, so that they have to be those of the whole batch
+RECORDED = "output_hidden_states", "output_attentions", "output_router_logits"
 
 
 def count_parts(batch: int, length: int, devices: int, layer_parameters: float) -> int:
@@ -35,13 +42,49 @@ def count_parts(batch: int, length: int, devices: int, layer_parameters: float) 
     return max(1, min(devices, batch, worthwhile)) if 1 < length != batch else 1
 
 
+def count_hops(layer_devices: Sequence[int]) -> int:
+    """Return how often hidden states change devices in a pass, which begins and ends on the first one."""
+    return sum(one != other for one, other in pairwise((0, *layer_devices, 0)))
+
+
+def alternates(layer_devices: Sequence[int], devices: int) -> bool:
+    """Return whether layers alternate between devices, which so compute micro-batches at the same time. Contiguous layers hardly do: the
+    first device has computed nearly all when the next one gets the first micro-batch."""
+    return sum(one != other for one, other in pairwise(layer_devices)) >= max(2, devices)
+
+
+def prefill_parts(job: Job, layer_devices: Sequence[int]) -> int:
+    """Return the micro-batches of a run's prefill, if its engine divides any."""
+    return _divided(job) if alternates(layer_devices, len(job.devices)) else 1
+
+
+def _divided(job: Job) -> int:
+    """Return the `prefill_parts` of layers that alternate; 1 where the KV cache cannot give a micro-batch its rows."""
+    if len(job.devices) == 1 or job.config.kv_offload or job.window_only_in_cache:
+        return 1
+    if not supports_preallocated(job.empty_model.model):
+        return 1
+    return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices), job.layer_parameters)
+
+
+def should_alternate(job: Job) -> bool:
+    """Return whether layers that are all resident should alternate between devices: the prefill in micro-batches saves more time than the
+    added hops of all passes take."""
+    config, parts = job.config, _divided(job)
+    passes = (
+        config.gen_len if config.gen_len > 1 else config.prompt_len
+    )  # `load` of the Python API plans for one new token
+    layer_flops = 2 * job.layer_parameters * job.rank_batch * config.prompt_len
+    return (1 - 1 / parts) * layer_flops / MIN_PART_FLOPS * PART_S > passes * HOP_HOST_S
+
+
 class LayerDevices:
     """Hooks the decoder layers of `model`, which begins and ends on the first device.
 
     Args:
         layers: all decoder layers; no operator may be between the calls of two of them.
         layer_devices: index of the device of each layer.
-        layer_parameters: of `count_parts`; 0: no pass is divided.
+        layer_parameters: of `count_parts`; 0: no pass is divided, nor is one where layers do not alternate between devices.
         outside_graphs: calls host work that CUDA graphs cannot contain.
         leave_layer: called with the index of a device, as part of such work, when the device has computed a layer.
 
@@ -60,7 +103,8 @@ class LayerDevices:
         outside_graphs: Callable[[Callable[[], Any]], Any] = lambda work: work(),
         leave_layer: Callable[[int], Any] = lambda device: None,
     ):
-        self.streams, self.layer_devices, self.layer_parameters = streams, layer_devices, layer_parameters
+        self.streams, self.layer_devices = streams, layer_devices
+        self.layer_parameters = layer_parameters if alternates(layer_devices, len(streams)) else 0.0
         self.outside_graphs, self.leave_layer = outside_graphs, leave_layer
         self.compute = ComputeStreams(model, streams)
         self.patches = Patches()
@@ -90,12 +134,24 @@ class LayerDevices:
         self.patches.close()
         self.compute.close()
 
+    def divide_passes_of(self, decoder: nn.Module) -> None:
+        """Call `begin_pass` before each call of `decoder`, for an engine that does not."""
+
+        def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            self.begin_pass(decoder, kwargs)
+
+        self.patches.add_hooks(decoder.register_forward_pre_hook(begin, with_kwargs=True))
+
+    def stop_dividing(self) -> None:
+        """Compute all passes undivided from now on, because hooks or other code may see what a layer gets."""
+        self.layer_parameters = 0.0
+
     @property
     def is_last_part(self) -> bool:
         return self.part == len(self.parts) - 1
 
-    def begin_pass(self, is_long: bool = False, cache: Any = None, use_cache: bool | None = None) -> None:
-        """Begin a pass with these arguments of the model; a long one may be divided."""
+    def begin_pass(self, decoder: nn.Module | None = None, arguments: Mapping[str, Any] | None = None) -> None:
+        """Begin a pass, which may be divided if `decoder` and the `arguments` of its call are given."""
         for stream in self.compute.streams:  # after a pass that failed its copies may still be under way
             for event in self.arrived:
                 stream.wait_event(event)
@@ -103,8 +159,10 @@ class LayerDevices:
         self.inputs = (), {}  # with the KV cache of the pass before
         self.sent, self.arrived, self.part, self.parts = None, [], 0, (slice(None),)
         self.batch_part.rows = None
-        fills_no_other_cache = isinstance(cache, DeviceKVCache) or (cache is None and use_cache is False)
-        self.may_divide_pass = is_long and fills_no_other_cache
+        given = arguments or {}
+        cache = given.get("past_key_values")
+        fills_no_other_cache = isinstance(cache, DeviceKVCache) or (cache is None and given.get("use_cache") is False)
+        self.may_divide_pass = decoder is not None and fills_no_other_cache and not _records_layers(decoder, given)
         if self.may_divide_pass:
             self.batch_part = BatchPart() if cache is None else cache.part
 
@@ -229,6 +287,12 @@ class LayerDevices:
         for event in self.arrived:
             self.compute.streams[device].wait_event(event)
         self.arrived = []
+
+
+def _records_layers(decoder: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    config = getattr(decoder, "config", None)
+    given = {name: arguments.get(name) for name in RECORDED}
+    return any(getattr(config, name, False) if value is None else value for name, value in given.items())
 
 
 def count_rows(tensor: torch.Tensor, batch: int, length: int, heads: int) -> int | None:

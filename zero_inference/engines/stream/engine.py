@@ -71,7 +71,7 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
         with contextlib.ExitStack() as closing_cpu:
             if cpu is not None:
                 closing_cpu.callback(cpu.close)
-            prefetcher = Prefetcher(model, placement, store, job.devices, transfers, cpu)
+            prefetcher = Prefetcher(model, placement, store, job.devices, transfers, cpu, job.layer_parameters)
             closing.callback(prefetcher.close)
             closing.enter_context(closing_cpu.pop_all())  # the CPU backend ends first: it reads the prefetcher's memory
         if plan.head is not None:

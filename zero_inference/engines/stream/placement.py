@@ -140,16 +140,6 @@ class Placement:
         return all(self.slots_on(each) >= min(most, len(self.on(each, self.in_host_memory))) for each in self.devices)
 
     @property
-    def layer_parameters(self) -> float:
-        """Parameters that a token uses in a layer, on average."""
-        total = 0.0
-        for block in self.blocks:
-            shares = {weight: form.share_read(1) for name, form in block.mixtures for weight in form.weights_in(name)}
-            for stored in block.layout.parameters:
-                total += shares.get(stored.name, 1.0) * math.prod(stored.plain.shape)
-        return total / self.layers
-
-    @property
     def refills_after_layers(self) -> bool:
         """True if a ring copies its next blocks only when its device has computed a layer, while others compute theirs: before, the link
         fetches experts."""
@@ -410,28 +400,25 @@ class Placement:
 
 
 def assign_layers(
-    layer_bytes: Sequence[int], capacities: Sequence[int | None], link_shares: Sequence[float] = ()
+    layer_bytes: Sequence[int],
+    capacities: Sequence[int | None],
+    link_shares: Sequence[float] = (),
+    alternate: bool = False,
 ) -> tuple[int, ...]:
     """Return the device of each layer.
 
-    Devices that hold all layers together get consecutive ones, because hidden states then change devices least often. Otherwise devices
-    take turns, so that each link copies while the other devices compute. Each gets as many bytes as are resident there, and of the bytes
-    that are not, the share that its link has of the rate of all links.
+    If the devices hold all layers together, each gets contiguous ones, because hidden states then change devices least often. Otherwise
+    layers alternate between devices, so that each link copies while the other devices compute. Each device gets as many bytes as are
+    resident there, and of the bytes that are not, the share that its link has of the rate of all links.
 
     Args:
         layer_bytes: of each layer.
         capacities: by device, the bytes of layers that may be resident; None: unlimited.
         link_shares: by device (0 to 1); empty: equal.
+        alternate: do so even if all layers are resident, where that fits.
     """
     count, total = len(capacities), sum(layer_bytes)
     resident = [total / count if each is None else min(each, total) for each in capacities]
-    if sum(resident) >= total:
-        ends = [total * end / sum(resident) for end in accumulate(resident)]
-        middles = (end - nbytes / 2 for end, nbytes in zip(accumulate(layer_bytes), layer_bytes))
-        devices = tuple(min(count - 1, bisect_left(ends, middle)) for middle in middles)
-        taken = [sum(size for size, device in zip(layer_bytes, devices) if device == each) for each in range(count)]
-        if all(capacity is None or nbytes <= capacity for nbytes, capacity in zip(taken, capacities)):
-            return devices
     streamed = max(0.0, total - sum(resident))
     links = link_shares or [1 / count] * count
     shares = [(each + link * streamed) / total for each, link in zip(resident, links, strict=True)]
@@ -439,7 +426,17 @@ def assign_layers(
     for nbytes, passed in zip(layer_bytes, accumulate(layer_bytes)):
         turns.append(max(range(count), key=lambda device: shares[device] * passed - taken[device]))  # lacks most
         taken[turns[-1]] += nbytes
-    return tuple(turns)
+    if streamed or (alternate and _hold(taken, capacities)):
+        return tuple(turns)
+    ends = [total * end / sum(resident) for end in accumulate(resident)]
+    middles = (end - nbytes / 2 for end, nbytes in zip(accumulate(layer_bytes), layer_bytes))
+    contiguous = tuple(min(count - 1, bisect_left(ends, middle)) for middle in middles)
+    taken = [sum(size for size, device in zip(layer_bytes, contiguous) if device == each) for each in range(count)]
+    return contiguous if _hold(taken, capacities) else tuple(turns)
+
+
+def _hold(taken: Sequence[int], capacities: Sequence[int | None]) -> bool:
+    return all(capacity is None or nbytes <= capacity for nbytes, capacity in zip(taken, capacities))
 
 
 def plan_placement(

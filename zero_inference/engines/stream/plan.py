@@ -29,7 +29,7 @@ from zero_inference.engines.stream.cpu_plan import (
     why_no_cpu_compute,
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
-from zero_inference.engines.stream.devices import count_parts
+from zero_inference.engines.stream.devices import prefill_parts, should_alternate
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import (
     DEFAULT_RING_DEPTH,
@@ -53,7 +53,7 @@ from zero_inference.hardware.profile import link_shares, links_gb_per_s
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
-from zero_inference.kv_cache.device import supports_preallocated, takes_cache
+from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.format import format_bytes, three_digits
 
@@ -87,11 +87,7 @@ class StreamPlan(EnginePlan):
 
     @property
     def prefill_parts(self) -> int:
-        job = self.job
-        has_rows = self.preallocated_cache and supports_preallocated(job.empty_model.model)  # a `DeviceKVCache`
-        if not (has_rows and self.placement.may_divide) or job.config.kv_offload:
-            return 1
-        return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices), self.placement.layer_parameters)
+        return prefill_parts(self.job, self.layer_devices) if self.placement.may_divide else 1
 
     def weight_bytes_on(self, device: int) -> int:
         return self.placement.device_bytes_on(device)
@@ -433,7 +429,8 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
 
         layer_devices: tuple[int, ...] = ()
         if len(devices) > 1:
-            layer_devices = assign_layers(layer_bytes, [capacity(device) for device in devices], links)
+            capacities = [capacity(device) for device in devices]
+            layer_devices = assign_layers(layer_bytes, capacities, links, should_alternate(job))
         shares = [job.cache_share_on(device, layer_devices) for device in devices]
 
         def taken_by(device: int) -> str:

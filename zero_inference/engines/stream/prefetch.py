@@ -59,6 +59,7 @@ class Prefetcher:
         devices: Sequence[torch.device],
         transfers: Transfers,
         cpu: CpuBackend | None = None,
+        layer_parameters: float = 0.0,
     ):
         streams = [DeviceStreams(device) for device in devices]
         self.store, self.placement, self.transfers, self.cpu = store, placement, transfers, cpu
@@ -93,7 +94,7 @@ class Prefetcher:
             decoder_layers(model)[1],
             placement.layer_devices,
             streams,
-            placement.layer_parameters if placement.may_divide else 0.0,
+            layer_parameters if placement.may_divide else 0.0,
             self.outside_graphs,
             leave_layer=lambda device: self.rings[device].refill() if device in self.rings else None,
         )
@@ -145,7 +146,7 @@ class Prefetcher:
             # computing an unknown call as a long pass is always right
             self.begin_pass(sys.maxsize if shape is None else shape.numel())
         self.has_begun = False
-        self.layers.begin_pass(self.kind is PassKind.LONG, kwargs.get("past_key_values"), kwargs.get("use_cache"))
+        self.layers.begin_pass(module if self.kind is PassKind.LONG else None, kwargs)
 
     def begin_pass(self, tokens: int) -> None:
         """Choose the kind of a pass of `tokens` tokens, and request the blocks that it streams; called before the model or a graph runs."""
@@ -210,6 +211,7 @@ class Prefetcher:
 
     def modules_changed(self, modules: set[nn.Module]) -> None:
         """Call each module, from now on, of the blocks that contain one of `modules`, to which adapters or hooks were added."""
+        self.layers.stop_dividing()
         for index in self.computable:
             if not modules.isdisjoint(self.blocks[index].module.modules()):
                 self.blocks[index].call_each_module()
