@@ -2,7 +2,7 @@
 """Measures engines and their peers on this machine's GPU, with random weights: the cases of scripts/measure_gpu.yaml.
 
     python scripts/measure_gpu.py RESULTS readme --llama FOLDER --limit-s 1700
-    python scripts/measure_gpu.py RESULTS opt13b-fp16-stream opt13b-int4-stream --launch "torchrun --nproc-per-node 2"
+    python scripts/measure_gpu.py RESULTS opt13b-fp16-stream opt13b-int4-stream --extra "--num-gpus 2"
     python scripts/measure_gpu.py RESULTS readme --list
 
 Names are of groups and cases, which run in turn. A case leaves CASE.txt (what it printed), CASE.jsonl (records of runs), CASE.plan.json
