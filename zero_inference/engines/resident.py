@@ -67,7 +67,7 @@ def plan(job: Job) -> ResidentPlan:
         weight_bytes=total,
         by_device=by_device,
         placed_layers=layer_devices,
-        # its rows are those of a micro-batch
+        # each micro-batch fills its rows of this cache
         preallocated_cache=len(job.devices) > 1 and not job.window_only_in_cache and supports_preallocated(model),
     )
 

@@ -71,9 +71,8 @@ def should_alternate(job: Job) -> bool:
     """Return whether layers that are all resident should alternate between devices: the prefill in micro-batches saves more time than the
     added hops of all passes take."""
     config, parts = job.config, _divided(job)
-    passes = (
-        config.gen_len if config.gen_len > 1 else config.prompt_len
-    )  # `load` of the Python API plans for one new token
+    # `load` of the Python API plans for one new token, whatever is generated
+    passes = config.gen_len if config.gen_len > 1 else config.prompt_len
     layer_flops = 2 * job.layer_parameters * job.rank_batch * config.prompt_len
     return (1 - 1 / parts) * layer_flops / MIN_PART_FLOPS * PART_S > passes * HOP_HOST_S
 
