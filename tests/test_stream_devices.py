@@ -120,6 +120,8 @@ def test_layers_take_turns_in_proportion_to_what_devices_take():
     assert assign_layers(eight, [9 * GIB, 9 * GIB]) == (0,) * 4 + (1,) * 4, "all are resident: few changes of device"
     assert assign_layers(eight, [None, None]) == (0,) * 4 + (1,) * 4
     assert assign_layers(eight, [6 * GIB, 2 * GIB]) == (0,) * 6 + (1,) * 2
+    assert assign_layers([3, 3, 2, 2], [5, 5]) == (0, 1, 0, 1), "no contiguous layers fit"
+    assert assign_layers([4, 2, 2, 2], [4, 6]) == (0, 1, 1, 1)
     assert assign_layers(eight, [9 * GIB, 9 * GIB], alternate=True) == (0, 1) * 4
     assert assign_layers(eight, [6 * GIB, 2 * GIB], alternate=True) == (0, 0, 1, 0) * 2
     # 2 and 0 of 8 layers are resident, and each link brings 3
@@ -310,6 +312,7 @@ def test_resident_layers_alternate_where_the_prompt_gains_more_than_steps_lose(g
     for engine in ("stream", "resident"):
         plan = planned(f"{options} --engine {engine}", machine).engine_plan
         assert (list(plan.layer_devices), plan.prefill_parts) == (layer_devices, parts), engine
+        assert plan.preallocated_cache, "its memory is planned, too"
 
 
 @needs_gpus

@@ -426,17 +426,29 @@ def assign_layers(
     for nbytes, passed in zip(layer_bytes, accumulate(layer_bytes)):
         turns.append(max(range(count), key=lambda device: shares[device] * passed - taken[device]))  # lacks most
         taken[turns[-1]] += nbytes
-    if streamed or (alternate and _hold(taken, capacities)):
+    if streamed:
         return tuple(turns)
     ends = [total * end / sum(resident) for end in accumulate(resident)]
     middles = (end - nbytes / 2 for end, nbytes in zip(accumulate(layer_bytes), layer_bytes))
-    contiguous = tuple(min(count - 1, bisect_left(ends, middle)) for middle in middles)
-    taken = [sum(size for size, device in zip(layer_bytes, contiguous) if device == each) for each in range(count)]
-    return contiguous if _hold(taken, capacities) else tuple(turns)
+    even = [min(count - 1, bisect_left(ends, middle)) for middle in middles]
+    limits: list[float] = [math.inf if each is None else each for each in capacities]
+    device, room, filled = (
+        0,
+        limits.copy(),
+        [],
+    )  # each device as far as it goes: where memory is short this alone may fit
+    for nbytes in layer_bytes:
+        while device < count - 1 and room[device] < nbytes:
+            device += 1
+        room[device] -= nbytes
+        filled.append(device)
 
+    def fits(devices: Sequence[int]) -> bool:
+        taken = (sum(nbytes for nbytes, each in zip(layer_bytes, devices) if each == device) for device in range(count))
+        return all(nbytes <= limit for nbytes, limit in zip(taken, limits))
 
-def _hold(taken: Sequence[int], capacities: Sequence[int | None]) -> bool:
-    return all(capacity is None or nbytes <= capacity for nbytes, capacity in zip(taken, capacities))
+    choices = [turns, even, filled] if alternate else [even, filled]
+    return tuple(next((each for each in choices if fits(each)), turns))
 
 
 def plan_placement(
