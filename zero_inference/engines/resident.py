@@ -11,6 +11,7 @@ from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel,
 from zero_inference.engines.stream.blocks import refuse_several_devices
 from zero_inference.engines.stream.devices import (
     LayerDevices,
+    cache_has_rows,
     device_by_name,
     move_buffers,
     prefill_parts,
@@ -18,7 +19,6 @@ from zero_inference.engines.stream.devices import (
 )
 from zero_inference.engines.stream.placement import assign_layers
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.kv_cache.device import supports_preallocated
 from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.layers import find_layers
 from zero_inference.models.weights import load_weights
@@ -47,8 +47,7 @@ def plan(job: Job) -> ResidentPlan:
     Raises UsageError: a model that needs one device has several.
     """
     refuse_several_devices(job)
-    model = job.empty_model.model
-    total, layers = job.sizes.parameter_bytes, find_layers(model)[1]
+    total, layers = job.sizes.parameter_bytes, find_layers(job.empty_model.model)[1]
     layer_devices: tuple[int, ...] = (0,) * len(layers)
     by_device = [total]
     if len(job.devices) > 1:
@@ -67,8 +66,7 @@ def plan(job: Job) -> ResidentPlan:
         weight_bytes=total,
         by_device=by_device,
         placed_layers=layer_devices,
-        # each micro-batch fills its rows of this cache
-        preallocated_cache=len(job.devices) > 1 and not job.window_only_in_cache and supports_preallocated(model),
+        preallocated_cache=len(job.devices) > 1 and cache_has_rows(job),
     )
 
 
@@ -90,8 +88,9 @@ def load(plan: ResidentPlan, progress: LoadProgress = lambda done: None) -> Load
     loaded = LoadedModel(model, devices[0], job.spec.dtype, weight_bytes=parameter_bytes(model), devices=devices)
     if len(devices) > 1:
         streams = list(map(DeviceStreams, devices))
-        layer_devices = LayerDevices(model, layers, plan.layer_devices, streams, job.layer_parameters)
-        layer_devices.divide_passes_of(model.get_submodule(prefix.rpartition(".")[0]))
+        decoder = model.get_submodule(prefix.rpartition(".")[0])
+        layer_devices = LayerDevices(model, decoder, layers, plan.layer_devices, streams, job.layer_parameters)
+        layer_devices.divide_passes()
         loaded.close, loaded.modules_changed = layer_devices.close, lambda modules: layer_devices.stop_dividing()
         loaded.preallocated_cache = plan.preallocated_cache
     return loaded

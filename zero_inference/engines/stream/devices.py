@@ -24,7 +24,7 @@ from zero_inference.utils.patching import Patches
 
 # Operations of a layer for a micro-batch, which take an H200 4 ms: Python launches a layer in 1 to 3 ms, once for each micro-batch. 2048
 # tokens of Llama-2-13B took 0.13 s on one GPU and 0.14 to 0.22 s in two micro-batches (h200-x2-one-process).
-MIN_PART_FLOPS, PART_S = 2e12, 4e-3
+MIN_PART_FLOPS, MIN_PART_S = 2e12, 4e-3
 # Time of a hop, by which hidden states change devices: from the last kernel before it to the first one after it, if the host launches both
 # early enough, and of the host to launch its copy and events (h200-x2-one-process/traced_host.txt).
 HOP_S, HOP_HOST_S = 21e-6, 50e-6
@@ -53,16 +53,18 @@ def alternates(layer_devices: Sequence[int], devices: int) -> bool:
     return sum(one != other for one, other in pairwise(layer_devices)) >= max(2, devices)
 
 
+def cache_has_rows(job: Job) -> bool:
+    """Return whether the run's KV cache can be a `DeviceKVCache`, of which a micro-batch fills some rows."""
+    return not job.window_only_in_cache and supports_preallocated(job.empty_model.model)
+
+
 def prefill_parts(job: Job, layer_devices: Sequence[int]) -> int:
     """Return the micro-batches of a run's prefill, if its engine divides any."""
-    return _divided(job) if alternates(layer_devices, len(job.devices)) else 1
+    return _parts_if_alternating(job) if alternates(layer_devices, len(job.devices)) else 1
 
 
-def _divided(job: Job) -> int:
-    """Return the `prefill_parts` of layers that alternate; 1 where the KV cache cannot give a micro-batch its rows."""
-    if len(job.devices) == 1 or job.config.kv_offload or job.window_only_in_cache:
-        return 1
-    if not supports_preallocated(job.empty_model.model):
+def _parts_if_alternating(job: Job) -> int:
+    if len(job.devices) == 1 or job.config.kv_offload or not cache_has_rows(job):
         return 1
     return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices), job.layer_parameters)
 
@@ -70,17 +72,18 @@ def _divided(job: Job) -> int:
 def should_alternate(job: Job) -> bool:
     """Return whether layers that are all resident should alternate between devices: the prefill in micro-batches saves more time than the
     added hops of all passes take."""
-    config, parts = job.config, _divided(job)
+    config, parts = job.config, _parts_if_alternating(job)
     # `load` of the Python API plans for one new token, whatever is generated
     passes = config.gen_len if config.gen_len > 1 else config.prompt_len
     layer_flops = 2 * job.layer_parameters * job.rank_batch * config.prompt_len
-    return (1 - 1 / parts) * layer_flops / MIN_PART_FLOPS * PART_S > passes * HOP_HOST_S
+    return (1 - 1 / parts) * layer_flops / MIN_PART_FLOPS * MIN_PART_S > passes * HOP_HOST_S
 
 
 class LayerDevices:
     """Hooks the decoder layers of `model`, which begins and ends on the first device.
 
     Args:
+        decoder: the module that calls the layers.
         layers: all decoder layers; no operator may be between the calls of two of them.
         layer_devices: index of the device of each layer.
         layer_parameters: of `count_parts`; 0: no pass is divided, nor is one where layers do not alternate between devices.
@@ -95,6 +98,7 @@ class LayerDevices:
     def __init__(
         self,
         model: nn.Module,
+        decoder: nn.Module,
         layers: Sequence[nn.Module],
         layer_devices: Sequence[int],
         streams: Sequence[DeviceStreams],
@@ -102,7 +106,7 @@ class LayerDevices:
         outside_graphs: Callable[[Callable[[], Any]], Any] = lambda work: work(),
         leave_layer: Callable[[int], Any] = lambda device: None,
     ):
-        self.streams, self.layer_devices = streams, layer_devices
+        self.decoder, self.streams, self.layer_devices = decoder, streams, layer_devices
         self.layer_parameters = layer_parameters if alternates(layer_devices, len(streams)) else 0.0
         self.outside_graphs, self.leave_layer = outside_graphs, leave_layer
         self.compute = ComputeStreams(model, streams)
@@ -122,7 +126,7 @@ class LayerDevices:
             return
         self.copy_streams = [each.stream() for each in streams]
         # a call that failed releases its tensors, too
-        self.patches.add_hooks(model.register_forward_hook(lambda *_: self.begin_pass(), always_call=True))
+        self.patches.add_hooks(decoder.register_forward_hook(lambda *_: self.end_pass(), always_call=True))
         for index, layer in enumerate(layers):
             self.patches.add_hooks(
                 layer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True),
@@ -133,13 +137,13 @@ class LayerDevices:
         self.patches.close()
         self.compute.close()
 
-    def divide_passes_of(self, decoder: nn.Module) -> None:
-        """Call `begin_pass` before each call of `decoder`, for an engine that does not."""
+    def divide_passes(self) -> None:
+        """Call `begin_pass` before each pass, for an engine that does not."""
 
         def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            self.begin_pass(decoder, kwargs)
+            self.begin_pass(kwargs)
 
-        self.patches.add_hooks(decoder.register_forward_pre_hook(begin, with_kwargs=True))
+        self.patches.add_hooks(self.decoder.register_forward_pre_hook(begin, with_kwargs=True))
 
     def stop_dividing(self) -> None:
         """Compute all passes undivided from now on, because hooks or other code may see what a layer gets."""
@@ -149,21 +153,25 @@ class LayerDevices:
     def is_last_part(self) -> bool:
         return self.part == len(self.parts) - 1
 
-    def begin_pass(self, decoder: nn.Module | None = None, arguments: Mapping[str, Any] | None = None) -> None:
-        """Begin a pass, which may be divided if `decoder` and the `arguments` of its call are given."""
-        for stream in self.compute.streams:  # after a pass that failed its copies may still be under way
+    def begin_pass(self, arguments: Mapping[str, Any]) -> None:
+        """Allow the pass that begins to be divided if the `arguments` of the decoder's call do."""
+        cache = arguments.get("past_key_values")
+        fills_no_other_cache = isinstance(cache, DeviceKVCache) or (
+            cache is None and arguments.get("use_cache") is False
+        )
+        self.may_divide_pass = fills_no_other_cache and not _records_layers(self.decoder, arguments)
+        if self.may_divide_pass:
+            self.batch_part = BatchPart() if cache is None else cache.part
+
+    def end_pass(self) -> None:
+        """Release the tensors of a pass, perhaps one that failed, whose copies may still be under way."""
+        for stream in self.compute.streams:
             for event in self.arrived:
                 stream.wait_event(event)
         self.moved.clear()
-        self.inputs = (), {}  # with the KV cache of the pass before
+        self.inputs = (), {}  # with the KV cache
         self.sent, self.arrived, self.part, self.parts = None, [], 0, (slice(None),)
-        self.batch_part.rows = None
-        given = arguments or {}
-        cache = given.get("past_key_values")
-        fills_no_other_cache = isinstance(cache, DeviceKVCache) or (cache is None and given.get("use_cache") is False)
-        self.may_divide_pass = decoder is not None and fills_no_other_cache and not _records_layers(decoder, given)
-        if self.may_divide_pass:
-            self.batch_part = BatchPart() if cache is None else cache.part
+        self.may_divide_pass, self.batch_part.rows = False, None
 
     def _divide(self, hidden: Any) -> None:
         """Choose the micro-batches for the first layer's `inputs`, among them the hidden states [B, T, H]."""
@@ -197,7 +205,6 @@ class LayerDevices:
         if is_last_layer:
             self._await_parts(0)
             output = self._enter(0, output, output)
-            self.begin_pass()
         return output
 
     def _enter(self, device: int, values: Any, once: Any) -> Any:

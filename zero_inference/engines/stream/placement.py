@@ -143,8 +143,8 @@ class Placement:
     def refills_after_layers(self) -> bool:
         """True if a ring copies its next blocks only when its device has computed a layer, while others compute theirs: before, the link
         fetches experts."""
-        takes_turns = all(device != following for device, following in pairwise(self.layer_devices))
-        return bool(self.quota) and len(self.devices) > 1 and takes_turns and self.may_divide
+        all_alternate = all(device != following for device, following in pairwise(self.layer_devices))
+        return bool(self.quota) and len(self.devices) > 1 and all_alternate and self.may_divide
 
     @property
     def workspace_bytes(self) -> int:
@@ -335,9 +335,8 @@ class Placement:
             missing = [placed.staging_bytes_on(each) - self.expert_budgets[each] for each in self.devices]
             slots = min(spare_slots, -(min(0, -max(missing)) // max(1, self.slot_bytes)))
             placed = replace(placed, ring_depth=self.ring_depth - slots)
-            freed = [
-                self.slots_on(each) - placed.slots_on(each) for each in self.devices
-            ]  # a ring may have fewer slots
+            # a ring may have fewer slots
+            freed = [self.slots_on(each) - placed.slots_on(each) for each in self.devices]
             budgets = (budget + count * self.slot_bytes for budget, count in zip(self.expert_budgets, freed))
             placed = replace(placed, expert_budgets=tuple(budgets))
 

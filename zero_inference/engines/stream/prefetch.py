@@ -58,8 +58,8 @@ class Prefetcher:
         store: BlockStore,
         devices: Sequence[torch.device],
         transfers: Transfers,
-        cpu: CpuBackend | None = None,
-        layer_parameters: float = 0.0,
+        cpu: CpuBackend | None,
+        layer_parameters: float,
     ):
         streams = [DeviceStreams(device) for device in devices]
         self.store, self.placement, self.transfers, self.cpu = store, placement, transfers, cpu
@@ -89,9 +89,12 @@ class Prefetcher:
 
         self.patches = Patches()
         self.blocks: list[HookedBlock] = []
+        prefix, layers = decoder_layers(model)
+        decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.layers = LayerDevices(
             model,
-            decoder_layers(model)[1],
+            decoder,
+            layers,
             placement.layer_devices,
             streams,
             layer_parameters if placement.may_divide else 0.0,
@@ -100,7 +103,8 @@ class Prefetcher:
         )
         self.compute = self.layers.compute
         try:
-            self._hook(model, caches)
+            self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
+            self._hook_blocks(layers, caches)
         except BaseException:  # no memory for the CPU's tasks, for one
             self.patches.close()
             self.layers.close()
@@ -114,10 +118,7 @@ class Prefetcher:
         for ring in self.rings.values():
             ring.prime()
 
-    def _hook(self, model: nn.Module, caches: Mapping[int, ExpertCache]) -> None:
-        prefix, layers = decoder_layers(model)
-        decoder = model.get_submodule(prefix.rpartition(".")[0])
-        self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
+    def _hook_blocks(self, layers: nn.ModuleList, caches: Mapping[int, ExpertCache]) -> None:
         shared_views: dict[tuple[int, int], BlockViews] = {}  # by layout and device, of a ring's slots
         for index, block in enumerate(self.placement.blocks):
             layout, device = block.layout, self.placement.device_of(index)
@@ -146,7 +147,8 @@ class Prefetcher:
             # computing an unknown call as a long pass is always right
             self.begin_pass(sys.maxsize if shape is None else shape.numel())
         self.has_begun = False
-        self.layers.begin_pass(module if self.kind is PassKind.LONG else None, kwargs)
+        if self.kind is PassKind.LONG:
+            self.layers.begin_pass(kwargs)
 
     def begin_pass(self, tokens: int) -> None:
         """Choose the kind of a pass of `tokens` tokens, and request the blocks that it streams; called before the model or a graph runs."""
