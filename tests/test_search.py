@@ -359,6 +359,16 @@ def test_of_several_gpus_those_that_help_are_used(capfd):
     assert "It would fit with one of: --num-gpus all" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(("gpu_memory", "count"), [(0, 1), (6, 2)])
+def test_a_mixture_uses_a_second_gpu_only_for_a_large_gain(gpu_memory, count, capfd):
+    """Without resident experts two H200s were slower than one, on the host that this profile is of."""
+    options = f"--model qwen3-30b-a3b --quant-bits 4 --gpu-memory {gpu_memory} --prompt-len 128 --gen-len 64"
+    profile = ROOT / "benchmarks" / "results" / "h200-x2-one-process" / "sixth_host" / "machine.json"
+    where = ["--dummy", "--engine", "stream", "--dry-run", "--json", "--machine", str(profile)]
+    assert main(["run_model.py", *options.split(), *where]) == 0
+    assert json.loads(capfd.readouterr().out)["config"]["num_gpus"] == count
+
+
 @pytest.fixture
 def kept_here(monkeypatch, tmp_path):
     """A file that describes this machine, without its GPUs."""
