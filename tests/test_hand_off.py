@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -19,6 +20,7 @@ from transformers import DynamicCache
 from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, ExpertActivation, WeightedRows, add_experts
 from zero_inference.cpu.hand_off import HandOff, Lane, StreamSide, allocate_buffers
 from zero_inference.cpu.pool import FLAG_BYTES, CpuPool, Routing, Stage
+from zero_inference.errors import RunError
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
 from zero_inference.utils.timing import Transfers
@@ -149,9 +151,9 @@ def test_calls_of_a_graph_are_submitted_at_each_replay(make_hand_off, monkeypatc
     assert transfers.snapshot() == one and len(captured.submits) == 3
     for launches in (1, 2):
         x.normal_()
-        calls.replay(captured)
-        for kernel in graph:
-            kernel()
+        with calls.replay(captured):
+            for kernel in graph:
+                kernel()
         assert all(error(out, x.double() @ weight.double().T) < 1e-6 for out in outs)
         assert transfers.snapshot() == tuple((1 + 3 * launches) * counted for counted in one)
         (found,) = calls(task, x)  # and others go on in between
@@ -160,6 +162,10 @@ def test_calls_of_a_graph_are_submitted_at_each_replay(make_hand_off, monkeypatc
         transfers.device_to_host_bytes -= x.nbytes
         transfers.cpu_bytes -= task.nbytes
     assert not torch.equal(expected, outs[0])
+    with contextlib.suppress(KeyboardInterrupt), calls.replay(captured):
+        raise KeyboardInterrupt  # before the graphs are launched
+    with pytest.raises(RunError, match="a decode step was interrupted"):
+        calls(task, x)
 
 
 def test_attention_and_products_share_one_hand_off(make_hand_off):
@@ -270,9 +276,9 @@ def test_calls_of_graphs_on_two_devices_are_replayed_in_their_order(two_lanes, m
     expected = x.double()
     for launches in (1, 2):
         x.normal_()
-        calls.replay(captured)
-        for kernel in graph:
-            kernel()
+        with calls.replay(captured):
+            for kernel in graph:
+                kernel()
         expected = x.double()
         for _ in range(5):
             expected = expected @ weight.double().T

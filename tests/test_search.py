@@ -343,6 +343,10 @@ def test_of_several_gpus_those_that_help_are_used(capfd):
         )
     for options, count in (("--model opt-30b --num-gpus 1", 1), ("--model opt-1.3b --num-gpus all", 2)):
         assert dry(options)["config"]["num_gpus"] == count, "as asked"
+    where = "--machine 2xrtx4090 --assume host=128GiB,cores=60GB/s --dry-run --json"
+    shared = "run_model.py --model llama-3.1-70b --dummy --engine stream --quant-bits 4 --cpu-compute 0.5"
+    assert main([*shared.split(), *where.split()]) == 0
+    assert json.loads(capfd.readouterr().out)["config"]["num_gpus"] == 1, "two hold all weights, and leave the CPU none"
     assert dry("--model opt-30b --num-gpus 1")["faster"][0]["options"] == "--num-gpus all"
     one = "--model opt-30b --num-gpus 1"
     assert (

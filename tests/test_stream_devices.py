@@ -192,9 +192,11 @@ def test_a_ring_may_wait_for_the_end_of_a_layer(checkpoints):
 
         ring.refill = refill
     found = generate(loaded, spec, ranks, loops=2)
+    waiting = [ring.released for ring in prefetcher.rings.values() if ring.released]
     loaded.close()
     assert torch.equal(found.output_ids, plain_ids(checkpoints("llama"), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
     assert max(seen) > 1, "several blocks of a layer at once"
+    assert not waiting, "the first device computes the last of three layers, too, and begins the next pass"
 
 
 @needs_gpus
@@ -217,13 +219,14 @@ def test_rows_of_a_sequence_in_the_inputs_of_a_layer():
     """5 sequences of 7 tokens, 4 heads."""
     forms = {
         1: [(5, 7, 64), (5, 7), (5, 1, 7, 7), (5, 4, 7, 9), (5, 9)],
-        0: [(7,), (1, 7), (1, 7, 16), (7, 16), (1, 1, 7, 7), (4, 1, 7)],
+        0: [(7,), (1, 7), (1, 7, 16), (7, 16), (7, 1, 16), (1, 1, 7, 7), (4, 1, 7)],
         4: [(20, 1, 7), (20, 1, 9)],
         None: [(3, 5, 7, 16), (5, 1, 7), (4, 16), (5, 3), (10, 1, 7)],
     }
     for count, shapes in forms.items():
         assert [count_rows(torch.empty(shape), 5, 7, 4) for shape in shapes] == [count] * len(shapes)
     assert count_rows(torch.empty(4, 1, 7), 4, 7, 4) is None, "of sequences or of heads"
+    assert count_rows(torch.empty(20, 1, 20), 5, 20, 4) is None, "of tokens, or of the heads of all sequences"
 
 
 def test_micro_batches_are_long_enough_for_the_launches_of_a_layer():
@@ -232,7 +235,7 @@ def test_micro_batches_are_long_enough_for_the_launches_of_a_layer():
     found = {}
     for model, length in (("llama-2-13b", 2048), ("llama-2-13b", 256), ("qwen3-30b-a3b", 2048)):
         found[model, length] = planned(f"--model {model} {options} --prompt-len {length}", machine).engine_plan
-    assert [each.prefill_parts for each in found.values()] == [2, 1, 1]
+    assert [each.prefill_micro_batches for each in found.values()] == [2, 1, 1]
     of_llama, _, of_qwen = (each.job.layer_parameters for each in found.values())
     assert of_llama == pytest.approx(4 * 5120**2 + 3 * 5120 * 13824, rel=0.01)
     attention, experts = 2 * 2048 * (4096 + 512), 8 * 3 * 2048 * 768
@@ -264,14 +267,14 @@ def test_tensors_are_replaced_wherever_a_layer_takes_them():
 @pytest.mark.parametrize("options", [{"cpu_compute": "off"}, {"cpu_compute": "0.5"}, {"gpu_memory": 1.0}], ids=str)
 def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, checkpoints, monkeypatch):
     """Logits and keys of a prompt of 5 sequences, and the steps after it, are those of the whole batch."""
-    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
+    monkeypatch.setattr(devices, "MIN_MICRO_BATCH_FLOPS", 1.0)
     ids, mask = random_ids(0, 5, PROMPT, VOCAB), torch.ones(5, PROMPT, dtype=torch.int64)
     mask[1, : 4 * padded] = mask[4, : 2 * padded] = 0
     found = []
     for count in (1, 2):
         loaded, spec, _ = load(checkpoints(family), devices=count, ring_depth=5, batch_size=5, **options)
         layers, parts = prefetcher_of(loaded).layers, []
-        decoder_layers(loaded.model)[1][1].register_forward_hook(lambda *_: parts.append(len(layers.parts)))
+        decoder_layers(loaded.model)[1][1].register_forward_hook(lambda *_: parts.append(len(layers.micro_batches)))
         cache = DeviceKVCache(spec.config, PROMPT + GEN)
         inputs = {"attention_mask": mask.to(loaded.device), "max_new_tokens": GEN, "do_sample": False}
         for _ in range(2):
@@ -290,11 +293,11 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
 @needs_gpus
 @pytest.mark.parametrize("family", ["llama", "mixtral", "bloom"])
 def test_resident_layers_alternate_for_a_long_prompt(family, checkpoints, monkeypatch):
-    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
+    monkeypatch.setattr(devices, "MIN_MICRO_BATCH_FLOPS", 1.0)
     loaded, spec, ranks = load(checkpoints(family), devices=2, engine="resident", batch_size=BATCH)
     layers, parts = loaded.close.__self__, []
     assert list(layers.layer_devices) == [0, 1, 0]
-    decoder_layers(loaded.model)[1][1].register_forward_hook(lambda *_: parts.append(len(layers.parts)))
+    decoder_layers(loaded.model)[1][1].register_forward_hook(lambda *_: parts.append(len(layers.micro_batches)))
     found = generate(loaded, spec, ranks)
     loaded.close()
     assert max(parts) == 2 and parts[-1] == 1, "steps are not divided"
@@ -310,7 +313,7 @@ def test_resident_layers_alternate_where_the_prompt_gains_more_than_steps_lose(g
     machine = Machine(replace(MACHINE, gpus=(H200, H200)))
     for engine in ("stream", "resident"):
         plan = planned(f"{options} --engine {engine}", machine).engine_plan
-        assert (list(plan.layer_devices), plan.prefill_parts) == (layer_devices, parts), engine
+        assert (list(plan.layer_devices), plan.prefill_micro_batches) == (layer_devices, parts), engine
         assert plan.preallocated_cache, "its memory is planned, too"
 
 
@@ -320,7 +323,7 @@ def test_resident_layers_alternate_where_the_prompt_gains_more_than_steps_lose(g
 def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(engine, family, checkpoints, monkeypatch):
     """A model that makes its own cache would add each micro-batch to it as more positions, and one that records the outputs of its layers
     would record those of a micro-batch. BLOOM's biases have a row for each head."""
-    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
+    monkeypatch.setattr(devices, "MIN_MICRO_BATCH_FLOPS", 1.0)
     folder, ids = checkpoints(family), random_ids(0, 4, PROMPT, VOCAB)
     options = dict(cpu_compute="off", ring_depth=5) if engine == "stream" else dict(engine=engine)
     loaded, spec, _ = load(folder, devices=2, batch_size=4, **options)
@@ -328,7 +331,7 @@ def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(engine, family, ch
     cache = DeviceKVCache(spec.config, PROMPT)
     expected, parts = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
     layers_of_model = decoder_layers(loaded.model)[1]
-    layers_of_model[1].register_forward_hook(lambda *_: parts.append(len(layers.parts)))
+    layers_of_model[1].register_forward_hook(lambda *_: parts.append(len(layers.micro_batches)))
     recorded = {"use_cache": False, "output_hidden_states": True}
     with torch.inference_mode():
         plain = expected(ids, **recorded)
@@ -360,7 +363,7 @@ def test_the_cache_of_a_pass_is_released_with_its_owner(engine, checkpoints):
 @needs_gpus
 def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
     """It fails in the first layer, before the second device computes anything, and in the second, while a micro-batch is on its way."""
-    monkeypatch.setattr(devices, "MIN_PART_FLOPS", 1.0)
+    monkeypatch.setattr(devices, "MIN_MICRO_BATCH_FLOPS", 1.0)
     ids = random_ids(0, 4, PROMPT, VOCAB)
     expected = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32).eval()
     loaded, *_ = load(checkpoints("llama"), devices=2, cpu_compute="off", ring_depth=5, batch_size=4)
@@ -384,12 +387,30 @@ def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
     loaded.close()
 
 
-def test_a_refusal_names_the_gpu_that_has_too_little(no_gpu):
-    config = RunConfig(model="opt-13b", dummy=True, engine="stream", num_gpus=2).validate()
+def plan_for_two(free_gib, **options):
+    """Return the plan of a run on two GPUs, of which so many GiB are free."""
+    config = RunConfig(dummy=True, num_gpus=2, **options).validate()
     job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
-    small = replace(job, devices=job.devices * 2, free_by_device=(12 * GIB, GIB))
+    free = tuple(int(each * GIB) for each in free_gib)
+    return make_plan(replace(job, devices=job.devices * 2, free_by_device=free)).engine_plan
+
+
+def test_a_gpu_without_layers_needs_no_memory(no_gpu):
+    options = dict(model="llama-3.1-70b", engine="stream", quant_bits=4, batch_size=32, prompt_len=2048)
+    plan = plan_for_two((100, 6), **options)
+    assert set(plan.layer_devices) == {0} and (plan.peak_bytes_on(1), plan.min_free_bytes_on(1)) == (0, 0)
+
+
+def test_layers_of_a_resident_model_leave_room_for_their_cache(no_gpu, tmp_path):
+    fields = dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+    AutoConfig.for_model("llama", num_hidden_layers=3, dtype="bfloat16", **fields).save_pretrained(tmp_path)
+    plan = plan_for_two((6, 6), model=str(tmp_path), engine="resident", batch_size=8, prompt_len=1024)
+    assert plan.device_peak_bytes < 6 * GIB, plan.layer_devices
+
+
+def test_a_refusal_names_the_gpu_that_has_too_little(no_gpu):
     with pytest.raises(DoesNotFit, match=r"left for them by KV cache .*, of 1 GiB free on GPU 1\.$") as refused:
-        make_plan(small)
+        plan_for_two((12, 1), model="opt-13b", engine="stream")
     assert "head" not in str(refused.value), "which is on the first one"
 
 

@@ -137,7 +137,7 @@ def test_several_gpus_share_a_long_prefill_of_several_sequences():
 
     def prefill(batch: int, gpus: int):
         plan, times = planned_times(f"{options} --batch-size {batch} --num-gpus {gpus}", two)
-        return plan.engine_plan.prefill_parts, times.prefill.bound_by, times.prefill.seconds
+        return plan.engine_plan.prefill_micro_batches, times.prefill.bound_by, times.prefill.seconds
 
     (*alone, alone_s), (*shared, shared_s) = prefill(32, 1), prefill(32, 2)
     assert (alone, shared) == ([1, "matmul"], [2, "matmul"]) and shared_s == pytest.approx(alone_s / 2, rel=0.05)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_inference.cpu.experts import WeightedRows
 from zero_inference.cpu.pool import ARRIVED, DEVICE_FLAG_BYTES, DONE, FLAG_BYTES, STOP, CpuPool, Routing, Task
+from zero_inference.errors import RunError
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import Transfers
 
@@ -76,8 +77,9 @@ class DirectCalls:
         """Do nothing: on the CPU a repeated step makes its calls itself."""
         yield CapturedCalls()
 
-    def replay(self, calls: CapturedCalls) -> None:
+    def replay(self, calls: CapturedCalls) -> contextlib.AbstractContextManager[None]:
         """Do nothing, see `capturing`."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         self.transfers.keep_cpu_counts()
@@ -172,6 +174,7 @@ class HandOff:
         self._lane_of = {lane.side.device: lane for lane in lanes}
         self.captured: CapturedCalls | None = None
         self.was_routed = False  # whether a call had a routing
+        self.is_broken = False  # whether calls were submitted whose input will never come
         transfers.cpu_counted_bytes = self._chosen_bytes
         transfers.cpu_busy_s = pool.busy_s
 
@@ -219,6 +222,7 @@ class HandOff:
         `submit` submits it to the pool, given the addresses of the inputs in host memory and the call's number, with the output in that
         of the lane.
         """
+        self._check()
         lane, counters = self.lane_of(inputs[0]), self._counters()
         addresses = lane.push(inputs)
 
@@ -242,13 +246,23 @@ class HandOff:
         finally:
             self.captured = None
 
-    def replay(self, calls: CapturedCalls) -> None:
-        """Submit the calls of the graphs that are launched next."""
+    @contextlib.contextmanager
+    def replay(self, calls: CapturedCalls) -> Iterator[None]:
+        """Submit the calls of the graphs that are launched within it. If not all are launched, no later call works: the pool would compute
+        from its input what these calls have to compute."""
+        self._check()
+        self.is_broken = True  # if an exception ends it, such as KeyboardInterrupt
         for submit in calls.submits:
             submit()
+        yield
+        self.is_broken = False
         self.transfers.host_to_device_bytes += calls.counted.host_to_device_bytes
         self.transfers.device_to_host_bytes += calls.counted.device_to_host_bytes
         self.transfers.cpu_bytes += calls.counted.cpu_bytes
+
+    def _check(self) -> None:
+        if self.is_broken:
+            raise RunError("a decode step was interrupted while the CPU computed for it; load the model again.")
 
     def _counters(self) -> Transfers:
         return self.transfers if self.captured is None else self.captured.counted

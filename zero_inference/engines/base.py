@@ -274,6 +274,8 @@ class EnginePlan:
     def peak_bytes_on(self, device: int) -> int:
         """Return the peak memory of one of `job.devices`, by its index."""
         job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
+        if device and device not in self.layer_devices:
+            return 0  # it computes nothing
         weights, share = self.weight_bytes_on(device), self.cache_share_on(device)
         if self.preallocated_cache or job.config.kv_offload:
             cpu_attention = job.config.kv_offload and not self.copies_kv
@@ -313,7 +315,7 @@ class EnginePlan:
         return ()
 
     @property
-    def prefill_parts(self) -> int:
+    def prefill_micro_batches(self) -> int:
         """Micro-batches of a prefill, which several devices compute at the same time."""
         return 1
 

@@ -7,14 +7,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, LoadProgress
+from zero_inference.engines.base import (
+    MATMUL_WORKSPACE_BYTES,
+    CacheShare,
+    EnginePlan,
+    Footprint,
+    Job,
+    LoadedModel,
+    LoadProgress,
+)
 from zero_inference.engines.stream.blocks import refuse_several_devices
 from zero_inference.engines.stream.devices import (
     LayerDevices,
     cache_has_rows,
     device_by_name,
     move_buffers,
-    prefill_parts,
+    prefill_micro_batches,
     should_alternate,
 )
 from zero_inference.engines.stream.placement import assign_layers
@@ -34,8 +42,8 @@ class ResidentPlan(EnginePlan):
         return self.placed_layers
 
     @property
-    def prefill_parts(self) -> int:
-        return prefill_parts(self.job, self.layer_devices)
+    def prefill_micro_batches(self) -> int:
+        return prefill_micro_batches(self.job, self.layer_devices)
 
     def weight_bytes_on(self, device: int) -> int:
         return self.by_device[device]
@@ -53,8 +61,10 @@ def plan(job: Job) -> ResidentPlan:
     if len(job.devices) > 1:
         sizes = [sum(p.numel() for p in layer.parameters()) * job.spec.dtype.itemsize for layer in layers]
         first, *others = job.free_by_device or (0,) * len(job.devices)
-        capacities = [max(0, first - total + sum(sizes)), *others]
-        layer_devices = assign_layers(sizes, capacities, alternate=should_alternate(job))
+        taken = job.activation_bytes + MATMUL_WORKSPACE_BYTES
+        capacities = [max(0, free - taken) for free in (first - total + sum(sizes), *others)]
+        cache = job.cache_bytes_on(CacheShare()) // len(layers)
+        layer_devices = assign_layers([size + cache for size in sizes], capacities, alternate=should_alternate(job))
         by_device = [0] * len(job.devices)
         by_device[0] = total - sum(sizes)  # embedding and head
         for nbytes, device in zip(sizes, layer_devices):

@@ -236,7 +236,7 @@ class PreallocatedCache(Cache):
 
 
 @dataclass
-class BatchPart:
+class MicroBatch:
     """The rows of the batch that keys and values are given for, where a layer computes a prompt in micro-batches."""
 
     rows: slice | None = None  # None: of all sequences
@@ -254,11 +254,11 @@ class DeviceKVCache(PreallocatedCache):
 
     def __init__(self, config: Any, max_length: int, rows: int | None = None):
         self.max_length, self.rows, self.planned_length = max_length, rows, max_length
-        self.part = BatchPart()
+        self.micro_batch = MicroBatch()
         super().__init__(config)
 
     def new_layer(self) -> PreallocatedLayer:
-        return _DeviceLayer(self.max_length, self.rows, self.part)
+        return _DeviceLayer(self.max_length, self.rows, self.micro_batch)
 
     def begin(self, rows: int) -> None:
         """Forget all tokens and start a generation of `rows` sequences in the same memory: more than planned get fewer positions."""
@@ -292,14 +292,14 @@ class DeviceKVCache(PreallocatedCache):
 class _DeviceLayer(PreallocatedLayer):
     """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim]."""
 
-    def __init__(self, max_length: int, rows: int | None, part: BatchPart):
+    def __init__(self, max_length: int, rows: int | None, micro_batch: MicroBatch):
         super().__init__(max_length)
-        self.rows, self.planned_length, self.part = rows, max_length, part
+        self.rows, self.planned_length, self.micro_batch = rows, max_length, micro_batch
         self.memory: list[Tensor] = []  # that `stored` views, flat; empty before the first tokens
         self.write_position: Tensor | None = None  # of the next token while a graph is captured
 
     def allocate(self, *states: Tensor) -> None:
-        batch = states[0].shape[0] if self.part.rows is None else self.part.batch
+        batch = states[0].shape[0] if self.micro_batch.rows is None else self.micro_batch.batch
         if not self.memory:  # zeros: a mask hides unfilled positions, but a NaN there would spread
             positions = (self.rows or batch) * self.planned_length
             self.memory = [each.new_zeros(positions * each.shape[1] * each.shape[3]) for each in states]
@@ -307,16 +307,16 @@ class _DeviceLayer(PreallocatedLayer):
         self.stored = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))
 
     def append(self, states: Pair, start: int, end: int) -> Pair:
-        if self.part.rows is None:
+        if self.micro_batch.rows is None:
             return super().append(states, start, end)
-        keys, values = (side[self.part.rows] for side in self.stored)
+        keys, values = (side[self.micro_batch.rows] for side in self.stored)
         return store((keys, values), states, start, end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store the new keys and values, and return all; all allocated positions within `DeviceKVCache.writing_at`."""
         if self.write_position is None:
             found = super().update(key_states, value_states, *args, **kwargs)
-            if self.part.rows is not None and not self.part.is_last:
+            if self.micro_batch.rows is not None and not self.micro_batch.is_last:
                 self.length -= key_states.shape[2]  # the next rows begin at the same position
             return found
         for stored, new in zip(self.stored, (key_states, value_states)):

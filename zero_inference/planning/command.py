@@ -204,9 +204,9 @@ def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
 def _numbers_of_gpus(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:
     """Return the numbers of GPUs to plan for: --num-gpus, or 1, 2, 4 and so on, and all; 1 for a machine without a GPU.
     Raises UsageError: the machine has fewer GPUs, or no batch divides over the ranks of the engines."""
-    asked = [gpus if number == ALL else number for number in args.num_gpus or ()]
+    asked = [max(1, gpus) if number == ALL else number for number in args.num_gpus or ()]
     for number in asked:
-        if not 1 <= number <= gpus:
+        if not 1 <= number <= max(1, gpus):
             raise UsageError(f"--num-gpus {number}: the machine has {gpus} GPUs; use at most that, or drop it.")
     numbers = asked or [*(1 << power for power in range(gpus.bit_length())), max(1, gpus)]
     divided = args.engine and not set(MULTI_GPU_ENGINES).intersection(args.engine)

@@ -207,8 +207,8 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     device_s = total_s(lambda each: max(memory_s(each), matmul_s(each), launch_floor_s))
     if prefill and job.spec.experts[0] and job.on_gpu:
         device_s *= MOE_PREFILL_SLOWDOWN
-    if prefill and plan.prefill_parts > 1:
-        device_s *= overlapped_share(plan.layer_devices, plan.prefill_parts)
+    if prefill and plan.prefill_micro_batches > 1:
+        device_s *= overlapped_share(plan.layer_devices, plan.prefill_micro_batches)
     device_s += HOP_S * count_hops(plan.layer_devices)
     overhead, host_s = _overhead(plan, machine), host_time_s(plan, machine, traced, prefill)
     start_s = overhead.start_s if overhead and prefill else 0.0
@@ -291,7 +291,7 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
             # an operator that dequantizes counts as the mean of the others, as in `EngineOverhead.prefill_piece_s`
             model_s *= 1 + traced.products_in_layers / max(1, traced.launches)
         if prefill:
-            model_s *= plan.prefill_parts
+            model_s *= plan.prefill_micro_batches
         host_s += model_s * (LAUNCH_SLOWDOWN if job.on_gpu else 1.0)
     return host_s
 

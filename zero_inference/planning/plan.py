@@ -298,7 +298,7 @@ def with_options(job: Job, config: RunConfig) -> Job:
 def make_plan(job: Job) -> Plan:
     """Place the weights of `job` without loading anything.
 
-    Unless `--num-gpus` is given, the plan uses either all of `job.devices` or the first alone, whichever generates faster.
+    Unless `--num-gpus` is given, the plan uses all of `job.devices` if they gain enough, otherwise the first alone.
 
     Raises:
         UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
@@ -319,11 +319,11 @@ def make_plan(job: Job) -> Plan:
     if why_one_device(job.empty_model.model) is not None:
         return _plan_for_devices(one)
     plans: list[Plan] = []
-    refused: DoesNotFit | None = None
+    refused: UsageError | None = None
     for each in (job, one):
         try:
             plans.append(_plan_for_devices(each))
-        except DoesNotFit as error:
+        except UsageError as error:  # too little memory, or all weights on the devices and none for --cpu-compute
             refused = refused or error
     if refused is not None and not plans:
         raise refused

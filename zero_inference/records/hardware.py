@@ -111,7 +111,9 @@ class GpuUse(Part):
     name: str | None = key("", "name of the GPU")
     peak_bytes: Number | None = key("byte", "its peak memory in the measured loops")
     weight_bytes: Number | None = key("byte", "weights that stay on it")
-    host_to_device_bytes_per_step: Number | None = key("byte", "weights copied over its link in a decode step")
+    host_to_device_bytes_per_step: Number | None = key(
+        "byte", "weights that its ring copied in a decode step, without fetched experts"
+    )
     link_busy_share: float | None = key("share", "time its link copied, of that from its first copy to its last")
     link_gb_per_s_while_busy: float | None = key("GB/s", "rate of its link while it copied", "link_gbps_while_busy")
 

@@ -227,7 +227,7 @@ def idle_in_words(use: LinkUse | TracedLinkUse | None, cpu_computes: bool = Fals
 
 def gpus_in_words(measured: Measured) -> list[str]:
     """Return a line for each of several GPUs: its peak memory, the bytes over its link and how busy that was; none for one GPU."""
-    lines = []
+    lines, fetches = [], bool(measured.experts and measured.experts.fetched_bytes_per_step)
     for gpu in measured.gpus or ():
         parts = [] if gpu.peak_bytes is None else [f"peak {format_bytes(gpu.peak_bytes)}"]
         if gpu.weight_bytes is not None:
@@ -235,7 +235,8 @@ def gpus_in_words(measured: Measured) -> list[str]:
         if gpu.host_to_device_bytes_per_step is not None:
             rate = three_digits(gpu.link_gb_per_s_while_busy or 0)
             parts.append(
-                f"{format_bytes(gpu.host_to_device_bytes_per_step)} a step over its link at {rate} GB/s, "
+                f"{format_bytes(gpu.host_to_device_bytes_per_step)} a step{', without fetched experts,' * fetches} "
+                f"over its link at {rate} GB/s, "
                 f"busy {gpu.link_busy_share or 0:.1%}"
             )
         lines.append(f"GPU {gpu.index}: {', '.join(parts) or 'nothing is known'}")

@@ -126,7 +126,8 @@ def refuse_several_devices(job: Job) -> None:
     reason = why_one_device(job.empty_model.model) if len(job.devices) > 1 else None
     if reason is not None:
         raise UsageError(
-            f"--num-gpus {len(job.devices)}: {job.spec.name} runs on one GPU, because {reason}; use --num-gpus 1."
+            f"{len(job.devices)} GPUs (--num-gpus, or a launcher's ranks): {job.spec.name} runs on one GPU, because {reason}; use "
+            "--num-gpus 1."
         )
 
 

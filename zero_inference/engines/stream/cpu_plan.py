@@ -161,7 +161,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     kv_bytes, kv_slowness = job.mean_kv_bytes if config.kv_offload else 0, 1.0
     profile = None if config.pin_kv_cache else job.machine.profile()
     if rates is not None and profile is not None and profile.pageable_link_gb_per_s:
-        kv_slowness = rates.link_alone_gb_per_s / job.num_gpus / profile.pageable_link_gb_per_s
+        kv_slowness = rates.link_alone_gb_per_s / profile.pageable_link_gb_per_s
     plan = CpuPlan(
         cpus,
         share=0.0,

@@ -177,9 +177,9 @@ class StepGraph:
     def _replay(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
         assert self.inputs is not None and self.captured is not None
         self.inputs.fill(call)
-        if self.calls is not None and self.captured_calls is not None:
-            self.calls.replay(self.captured_calls)
-        self.captured.replay()
+        has_calls = self.calls is not None and self.captured_calls is not None
+        with self.calls.replay(self.captured_calls) if has_calls else contextlib.nullcontext():
+            self.captured.replay()
         cache = call["past_key_values"]
         cache.advance(1)
         return CausalLMOutputWithPast(logits=self.captured.output, past_key_values=cache)

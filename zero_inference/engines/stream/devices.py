@@ -17,14 +17,14 @@ from torch import nn
 
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.streams import ComputeStreams, DeviceStreams
-from zero_inference.kv_cache.device import BatchPart, DeviceKVCache, supports_preallocated
+from zero_inference.kv_cache.device import DeviceKVCache, MicroBatch, supports_preallocated
 from zero_inference.models.tracing import tensors_in
 from zero_inference.utils.model_sizes import text_config
 from zero_inference.utils.patching import Patches
 
 # Operations of a layer for a micro-batch, which take an H200 4 ms: Python launches a layer in 1 to 3 ms, once for each micro-batch. 2048
 # tokens of Llama-2-13B took 0.13 s on one GPU and 0.14 to 0.22 s in two micro-batches (h200-x2-one-process).
-MIN_PART_FLOPS, MIN_PART_S = 2e12, 4e-3
+MIN_MICRO_BATCH_FLOPS, MIN_MICRO_BATCH_S = 2e12, 4e-3
 # Time of a hop, by which hidden states change devices: from the last kernel before it to the first one after it, if the host launches both
 # early enough, and of the host to launch its copy and events (h200-x2-one-process/traced_host.txt).
 HOP_S, HOP_HOST_S = 21e-6, 50e-6
@@ -32,13 +32,13 @@ HOP_S, HOP_HOST_S = 21e-6, 50e-6
 RECORDED = "output_hidden_states", "output_attentions", "output_router_logits"
 
 
-def count_parts(batch: int, length: int, devices: int, layer_parameters: float) -> int:
+def count_micro_batches(batch: int, length: int, devices: int, layer_parameters: float) -> int:
     """Return the micro-batches of a pass of `batch` sequences, `length` tokens each; 1 where it is not divided.
 
     Args:
         layer_parameters: that a token uses in a decoder layer, on average.
     """
-    worthwhile = int(2 * layer_parameters * batch * length / MIN_PART_FLOPS)
+    worthwhile = int(2 * layer_parameters * batch * length / MIN_MICRO_BATCH_FLOPS)
     return max(1, min(devices, batch, worthwhile)) if 1 < length != batch else 1
 
 
@@ -58,25 +58,25 @@ def cache_has_rows(job: Job) -> bool:
     return not job.window_only_in_cache and supports_preallocated(job.empty_model.model)
 
 
-def prefill_parts(job: Job, layer_devices: Sequence[int]) -> int:
+def prefill_micro_batches(job: Job, layer_devices: Sequence[int]) -> int:
     """Return the micro-batches of a run's prefill, if its engine divides any."""
-    return _parts_if_alternating(job) if alternates(layer_devices, len(job.devices)) else 1
+    return _micro_batches_if_alternating(job) if alternates(layer_devices, len(job.devices)) else 1
 
 
-def _parts_if_alternating(job: Job) -> int:
+def _micro_batches_if_alternating(job: Job) -> int:
     if len(job.devices) == 1 or job.config.kv_offload or not cache_has_rows(job):
         return 1
-    return count_parts(job.rank_batch, job.config.prompt_len, len(job.devices), job.layer_parameters)
+    return count_micro_batches(job.rank_batch, job.config.prompt_len, len(job.devices), job.layer_parameters)
 
 
 def should_alternate(job: Job) -> bool:
     """Return whether layers that are all resident should alternate between devices: the prefill in micro-batches saves more time than the
     added hops of all passes take."""
-    config, parts = job.config, _parts_if_alternating(job)
+    config, micro_batches = job.config, _micro_batches_if_alternating(job)
     # `load` of the Python API plans for one new token, whatever is generated
     passes = config.gen_len if config.gen_len > 1 else config.prompt_len
     layer_flops = 2 * job.layer_parameters * job.rank_batch * config.prompt_len
-    return (1 - 1 / parts) * layer_flops / MIN_PART_FLOPS * MIN_PART_S > passes * HOP_HOST_S
+    return (1 - 1 / micro_batches) * layer_flops / MIN_MICRO_BATCH_FLOPS * MIN_MICRO_BATCH_S > passes * HOP_HOST_S
 
 
 class LayerDevices:
@@ -86,13 +86,13 @@ class LayerDevices:
         decoder: the module that calls the layers.
         layers: all decoder layers; no operator may be between the calls of two of them.
         layer_devices: index of the device of each layer.
-        layer_parameters: of `count_parts`; 0: no pass is divided, nor is one where layers do not alternate between devices.
+        layer_parameters: of `count_micro_batches`; 0: no pass is divided, nor is one where layers do not alternate between devices.
         outside_graphs: calls host work that CUDA graphs cannot contain.
         leave_layer: called with the index of a device, as part of such work, when the device has computed a layer.
 
     Attributes:
-        part: index of the micro-batch that computes.
-        parts: rows of each micro-batch; one slice of all rows where the pass is not divided.
+        micro_batch: index of the micro-batch that computes.
+        micro_batches: rows of each micro-batch; one slice of all rows where the pass is not divided.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class LayerDevices:
         self.outside_graphs, self.leave_layer = outside_graphs, leave_layer
         self.compute = ComputeStreams(model, streams)
         self.patches = Patches()
-        self.parts: Sequence[slice] = (slice(None),)
-        self.part = 0
+        self.micro_batches: Sequence[slice] = (slice(None),)
+        self.micro_batch = 0
         self.may_divide_pass = False
-        self.batch_part = BatchPart()  # of the KV cache of a pass that may be divided
+        self.in_cache = MicroBatch()  # of the KV cache of a pass that may be divided
         self.batch = self.length = 0  # sequences of a pass that is divided, and tokens of each
         self.heads: int = getattr(text_config(getattr(model, "config", None)), "num_attention_heads", 0)
         # by id of a tensor and device: the tensor, which keeps its id, and its copy there
@@ -150,8 +150,8 @@ class LayerDevices:
         self.layer_parameters = 0.0
 
     @property
-    def is_last_part(self) -> bool:
-        return self.part == len(self.parts) - 1
+    def is_last_micro_batch(self) -> bool:
+        return self.micro_batch == len(self.micro_batches) - 1
 
     def begin_pass(self, arguments: Mapping[str, Any]) -> None:
         """Allow the pass that begins to be divided if the `arguments` of the decoder's call do."""
@@ -161,7 +161,7 @@ class LayerDevices:
         )
         self.may_divide_pass = fills_no_other_cache and not _records_layers(self.decoder, arguments)
         if self.may_divide_pass:
-            self.batch_part = BatchPart() if cache is None else cache.part
+            self.in_cache = MicroBatch() if cache is None else cache.micro_batch
 
     def end_pass(self) -> None:
         """Release the tensors of a pass, perhaps one that failed, whose copies may still be under way."""
@@ -170,20 +170,20 @@ class LayerDevices:
                 stream.wait_event(event)
         self.moved.clear()
         self.inputs = (), {}  # with the KV cache
-        self.sent, self.arrived, self.part, self.parts = None, [], 0, (slice(None),)
-        self.may_divide_pass, self.batch_part.rows = False, None
+        self.sent, self.arrived, self.micro_batch, self.micro_batches = None, [], 0, (slice(None),)
+        self.may_divide_pass, self.in_cache.rows = False, None
 
     def _divide(self, hidden: Any) -> None:
         """Choose the micro-batches for the first layer's `inputs`, among them the hidden states [B, T, H]."""
         if not self.may_divide_pass or not torch.is_tensor(hidden) or hidden.dim() != 3:
             return
         self.batch, length = hidden.shape[:2]
-        count = count_parts(self.batch, length, len(self.streams), self.layer_parameters)
+        count = count_micro_batches(self.batch, length, len(self.streams), self.layer_parameters)
         counts = (count_rows(each, self.batch, length, self.heads) for each in tensors_in(self.inputs))
         if count > 1 and None not in counts:
             self.length = length
-            ends = [self.batch * part // count for part in range(count + 1)]
-            self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
+            ends = [self.batch * micro_batch // count for micro_batch in range(count + 1)]
+            self.micro_batches = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
 
     def _before(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """Let a layer compute on its device, of a pass that is divided the first micro-batch."""
@@ -191,19 +191,23 @@ class LayerDevices:
         self.inputs = self._enter(device, (args, kwargs), hidden)
         if index == 0:
             self._divide(hidden)
-        if len(self.parts) == 1:
+        if len(self.micro_batches) == 1:
             return self.inputs
         if hidden is not self.sent:
-            self._await_parts(device)
+            self._await_micro_batches(device)
         return self._inputs_of(0, device)
 
     def _after(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
         """Let a layer compute the other micro-batches, and send each to the device of the next layer."""
         is_last_layer = index + 1 == len(self.layer_devices)
-        if len(self.parts) > 1:
-            output = self._finish_parts(module, output, index, 0 if is_last_layer else self.layer_devices[index + 1])
+        if len(self.micro_batches) > 1:
+            output = self._finish_micro_batches(
+                module, output, index, 0 if is_last_layer else self.layer_devices[index + 1]
+            )
         if is_last_layer:
-            self._await_parts(0)
+            self._await_micro_batches(0)
+            if self.compute.device == 0:  # `_enter` leaves another device
+                self.outside_graphs(lambda: self.leave_layer(0))
             output = self._enter(0, output, output)
         return output
 
@@ -239,12 +243,12 @@ class LayerDevices:
             self.moved.pop((id(tensor), target), None)
         return values
 
-    def _inputs_of(self, part: int, device: int) -> tuple[tuple, dict[str, Any]]:
+    def _inputs_of(self, micro_batch: int, device: int) -> tuple[tuple, dict[str, Any]]:
         """Return the inputs of a micro-batch once it has arrived."""
-        self.part, rows = part, self.parts[part]
+        self.micro_batch, rows = micro_batch, self.micro_batches[micro_batch]
         if self.arrived:
-            self.compute.streams[device].wait_event(self.arrived[part])
-        self.batch_part.rows, self.batch_part.batch, self.batch_part.is_last = rows, self.batch, self.is_last_part
+            self.compute.streams[device].wait_event(self.arrived[micro_batch])
+        self.in_cache.rows, self.in_cache.batch, self.in_cache.is_last = rows, self.batch, self.is_last_micro_batch
 
         def rows_of(tensor: torch.Tensor) -> torch.Tensor:
             count = count_rows(tensor, self.batch, self.length, self.heads)
@@ -252,14 +256,14 @@ class LayerDevices:
 
         return replace_tensors(self.inputs, rows_of)
 
-    def _finish_parts(self, layer: nn.Module, output: Any, index: int, next_device: int) -> Any:
+    def _finish_micro_batches(self, layer: nn.Module, output: Any, index: int, next_device: int) -> Any:
         """Return the output of the whole batch, given that of the first micro-batch; its hidden states are on `next_device`."""
         device = self.layer_devices[index]
         sent: torch.Tensor | None = None
         outputs, arrived = [], []
-        for part, rows in enumerate(self.parts):
-            if part > 0:
-                args, kwargs = self._inputs_of(part, device)
+        for micro_batch, rows in enumerate(self.micro_batches):
+            if micro_batch > 0:
+                args, kwargs = self._inputs_of(micro_batch, device)
                 output = layer.forward(*args, **kwargs)
             hidden, *others = output if isinstance(output, (tuple, list)) else (output,)
             if sent is None:
@@ -267,8 +271,8 @@ class LayerDevices:
                 sent = hidden.new_empty((self.batch, *hidden.shape[1:]), device=target)
             arrived.append(self._send(hidden, sent[rows], device, next_device))
             outputs.append(others)
-        self.batch_part.rows = None
-        self.sent, self.arrived, self.part, self.inputs = sent, arrived, 0, ((), {})
+        self.in_cache.rows = None
+        self.sent, self.arrived, self.micro_batch, self.inputs = sent, arrived, 0, ((), {})
         if torch.is_tensor(output):
             return sent
         joined = (torch.cat(each) if torch.is_tensor(each[0]) else each[0] for each in zip(*outputs))
@@ -288,7 +292,7 @@ class LayerDevices:
             target.copy_(source, non_blocking=True)
         return self.streams[next_device].record_event(copies)
 
-    def _await_parts(self, device: int) -> None:
+    def _await_micro_batches(self, device: int) -> None:
         """Let `device` wait for all micro-batches that were sent."""
         for event in self.arrived:
             self.compute.streams[device].wait_event(event)
@@ -305,14 +309,17 @@ def count_rows(tensor: torch.Tensor, batch: int, length: int, heads: int) -> int
     """Return how many rows an input of a layer has for each of `batch` sequences of `length` tokens; 0 if it is the same for all, None if
     its form is unknown.
 
-    One: hidden states [B, T, H], positions [B, T], masks [B, heads or 1, T, past + T]. None of its own: rotary embeddings [1, T, D] and
-    [T, D], biases [heads, 1, T] of MPT. As many as heads: biases [B * heads, 1, past + T] of BLOOM and Falcon.
+    One: hidden states [B, T, H], positions [B, T], masks [B, heads or 1, T, past + T]. None of its own: rotary embeddings [1, T, D], [T, D]
+    and [T, 1, D], biases [heads, 1, T] of MPT. As many as heads: biases [B * heads, 1, past + T] of BLOOM and Falcon.
     """
-    if tensor.dim() < 2 or tensor.shape[0] in (1, length):
+    if tensor.dim() < 2 or tensor.shape[0] == 1:
         return 0
     if tensor.dim() == 3 and tensor.shape[1] == 1:
-        known = {batch * heads: heads} if heads == batch else {batch * heads: heads, heads: 0}
-        return known.get(tensor.shape[0])
+        known = {length: 0, heads: 0, batch * heads: heads}
+        is_ambiguous = tensor.shape[0] in {heads, batch * heads} & {batch, length}
+        return None if is_ambiguous else known.get(tensor.shape[0])
+    if tensor.shape[0] == length:
+        return 0
     positions = tensor.shape[-2:] if tensor.dim() == 4 else tensor.shape[1:2]
     return 1 if tensor.shape[0] == batch and all(each >= length for each in positions) else None
 
@@ -322,8 +329,8 @@ def replace_tensors(value: Any, replacement: Callable[[torch.Tensor], torch.Tens
     if torch.is_tensor(value):
         return replacement(value)
     if isinstance(value, (tuple, list)):
-        parts = [replace_tensors(each, replacement) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        replaced = [replace_tensors(each, replacement) for each in value]
+        return type(value)(*replaced) if hasattr(value, "_fields") else type(value)(replaced)
     if type(value) is dict:
         return {name: replace_tensors(each, replacement) for name, each in value.items()}
     return value

@@ -29,7 +29,7 @@ from zero_inference.engines.stream.cpu_plan import (
     why_no_cpu_compute,
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
-from zero_inference.engines.stream.devices import prefill_parts, should_alternate
+from zero_inference.engines.stream.devices import prefill_micro_batches, should_alternate
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import (
     DEFAULT_RING_DEPTH,
@@ -86,8 +86,8 @@ class StreamPlan(EnginePlan):
         return self.placement.layer_devices
 
     @property
-    def prefill_parts(self) -> int:
-        return prefill_parts(self.job, self.layer_devices) if self.placement.may_divide else 1
+    def prefill_micro_batches(self) -> int:
+        return prefill_micro_batches(self.job, self.layer_devices) if self.placement.may_divide else 1
 
     def weight_bytes_on(self, device: int) -> int:
         return self.placement.device_bytes_on(device)
@@ -100,6 +100,8 @@ class StreamPlan(EnginePlan):
         return streamed + round(share * placement.fetched_expert_bytes) + rows
 
     def min_free_bytes_on(self, device: int) -> int:
+        if not self.peak_bytes_on(device):
+            return 0
         activations = int((1 + FRAGMENTED_SHARE) * self.job.activation_bytes)
         cache = self.job.cache_bytes_on(self.cache_share_on(device))
         return self.weight_bytes_on(device) + cache + activations + RESERVE_BYTES

@@ -1,7 +1,8 @@
 """Gives each block of a transformers model its weights when it is called, or lets the CPU compute it.
 
 A pass begins with `begin_pass`, which tells the ring buffer which blocks the pass will stream. Hooks of each block then wait for its slot,
-point the module's parameters at the bytes there, and give the slot back after the block; the ring at once copies the next block into it.
+point the module's parameters at the bytes there, and give the slot back after the block; the ring copies the next block into it, at once
+or when the device has computed the layer (`Placement.refills_after_layers`).
 
 With several devices each has a ring; devices.py copies hidden states between them.
 """
@@ -290,14 +291,14 @@ class HookedBlock:
                 slot = 0
                 timeline.block_begins(index)
             else:
-                if is_layer or layers.part == 0:
+                if is_layer or layers.micro_batch == 0:
                     self.slot = prefetcher.outside_graphs(acquire)
                 else:  # a later micro-batch
                     timeline.block_begins(index)
                 slot = self.slot
                 if cache is not None and cache.owns_slots:
                     chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")  # experts of each token
-                    if layers.is_last_part:
+                    if layers.is_last_micro_batch:
                         cache.refill(chosen, ring.buffer_in(index, slot))
                     elif chosen is not None:
                         cache.count_uses(chosen)
@@ -316,7 +317,7 @@ class HookedBlock:
                 set_values(parameters, empty)
             for shared in shared_inputs:
                 shared.end_block()
-            if not is_resident and (is_layer or layers.is_last_part):
+            if not is_resident and (is_layer or layers.is_last_micro_batch):
                 if not on_cpu:
                     prefetcher.outside_graphs(partial(ring.release, index))
                 self.packed = {}  # its slot is another block's from now on
