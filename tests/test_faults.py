@@ -231,9 +231,8 @@ def test_fault(fault: Fault, checkpoints, fork_server, tmp_path):
             timeout=fault.within_s if fault.launcher == "deepspeed" else 5,
         )[1]
         took = time.monotonic() - struck
-        left = [
-            one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
-        ]  # ended, and not waited for
+        # not those that have ended and were not waited for
+        left = [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
         assert not left, (left, run.text("err"))
     finally:
         for process in run.processes:

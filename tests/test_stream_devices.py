@@ -29,6 +29,7 @@ from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
+from zero_inference.planning import plan as plan_module
 from zero_inference.planning.plan import build_job, make_plan
 from zero_inference.utils.ranks import detect_ranks
 
@@ -281,7 +282,8 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
             cache.reset()
             ids_now = ids.to(loaded.device)
             logits = loaded.model.generate(ids_now, past_key_values=cache, pad_token_id=0, **inputs)
-        assert parts[:2] == [count, 1], "steps are not divided"  # and call no hooks once they are a graph
+        # prompts of two generations; steps are not divided, and call no hooks once they are a graph
+        assert parts[:2] == [count, 1] and sum(each > 1 for each in parts) == (2 if count > 1 else 0)
         found.append((logits.cpu(), [key.cpu() for key in cache.at(PROMPT - 1)]))
         loaded.close()
     (one, keys), (two, same_keys) = found
@@ -387,12 +389,22 @@ def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
     loaded.close()
 
 
-def plan_for_two(free_gib, **options):
+def plan_for_two(free_gib, num_gpus=2, **options):
     """Return the plan of a run on two GPUs, of which so many GiB are free."""
-    config = RunConfig(dummy=True, num_gpus=2, **options).validate()
+    config = RunConfig(dummy=True, num_gpus=num_gpus, **options).validate()
     job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
     free = tuple(int(each * GIB) for each in free_gib)
     return make_plan(replace(job, devices=job.devices * 2, free_by_device=free)).engine_plan
+
+
+@pytest.mark.parametrize(("free_gib", "devices"), [((8, 8), 1), ((2, 2), 2), ((2, 0.1), 1)])
+def test_without_measured_rates_one_plan_is_made(free_gib, devices, no_gpu, monkeypatch):
+    """For one GPU that holds all weights, else for both, else for the one that fits."""
+    planned_for, own = [], plan_module._plan_for_devices
+    monkeypatch.setattr(plan_module, "_plan_for_devices", lambda job: planned_for.append(len(job.devices)) or own(job))
+    plan = plan_for_two(free_gib, num_gpus=None, model="opt-1.3b", engine="stream")
+    assert len(plan.job.devices) == devices and planned_for[-1] == devices
+    assert len(planned_for) == (2 if min(free_gib) < 1 else 1)
 
 
 def test_a_gpu_without_layers_needs_no_memory(no_gpu):

@@ -87,7 +87,7 @@ def check(plan: ResidentPlan) -> None:
 def load(plan: ResidentPlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
     """Copy each weight to its device as it is read."""
     job, model, devices = plan.job, plan.job.empty_model.model, plan.job.devices
-    prefix, layers = find_layers(model)
+    prefix, _ = find_layers(model)
     device_of = device_by_name(prefix, [devices[each] for each in plan.layer_devices], devices[0])
 
     def adopt(name: str, parameter: torch.nn.Parameter) -> None:
@@ -98,8 +98,7 @@ def load(plan: ResidentPlan, progress: LoadProgress = lambda done: None) -> Load
     loaded = LoadedModel(model, devices[0], job.spec.dtype, weight_bytes=parameter_bytes(model), devices=devices)
     if len(devices) > 1:
         streams = list(map(DeviceStreams, devices))
-        decoder = model.get_submodule(prefix.rpartition(".")[0])
-        layer_devices = LayerDevices(model, decoder, layers, plan.layer_devices, streams, job.layer_parameters)
+        layer_devices = LayerDevices(model, plan.layer_devices, streams, job.layer_parameters)
         layer_devices.divide_passes()
         loaded.close, loaded.modules_changed = layer_devices.close, lambda modules: layer_devices.stop_dividing()
         loaded.preallocated_cache = plan.preallocated_cache

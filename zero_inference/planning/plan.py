@@ -318,6 +318,10 @@ def make_plan(job: Job) -> Plan:
     one = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
     if why_one_device(job.empty_model.model) is not None:
         return _plan_for_devices(one)
+    # without rates nothing is predicted, and each plan measures the CPU beside its links for some seconds: make a single one
+    predicts = job.machine.profile() is not None
+    if not predicts and _holds_all_weights(one):
+        return _plan_for_devices(one)
     plans: list[Plan] = []
     refused: UsageError | None = None
     for each in (job, one):
@@ -325,9 +329,22 @@ def make_plan(job: Job) -> Plan:
             plans.append(_plan_for_devices(each))
         except UsageError as error:  # too little memory, or all weights on the devices and none for --cpu-compute
             refused = refused or error
+            continue
+        if not predicts and plans[-1].fits:
+            return plans[-1]
     if refused is not None and not plans:
         raise refused
     return _more_gpus_if_they_help(*plans) if len(plans) == 2 else plans[0]
+
+
+def _holds_all_weights(job: Job) -> bool:
+    """Return whether the devices of `job` hold all weights; the CPU is not measured."""
+    job = replace(job, config=replace(job.config, cpu_compute="off"))
+    try:
+        plan = Plan(job, engine_module(job.config.engine).plan(job))
+    except UsageError:
+        return False
+    return plan.fits and not (plan.engine_plan.footprint.host or plan.engine_plan.footprint.disk)
 
 
 def _more_gpus_if_they_help(several: Plan, one: Plan) -> Plan:

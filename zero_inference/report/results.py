@@ -236,8 +236,7 @@ def gpus_in_words(measured: Measured) -> list[str]:
             rate = three_digits(gpu.link_gb_per_s_while_busy or 0)
             parts.append(
                 f"{format_bytes(gpu.host_to_device_bytes_per_step)} a step{', without fetched experts,' * fetches} "
-                f"over its link at {rate} GB/s, "
-                f"busy {gpu.link_busy_share or 0:.1%}"
+                f"over its link at {rate} GB/s, busy {gpu.link_busy_share or 0:.1%}"
             )
         lines.append(f"GPU {gpu.index}: {', '.join(parts) or 'nothing is known'}")
     return lines

@@ -177,8 +177,7 @@ class StepGraph:
     def _replay(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
         assert self.inputs is not None and self.captured is not None
         self.inputs.fill(call)
-        has_calls = self.calls is not None and self.captured_calls is not None
-        with self.calls.replay(self.captured_calls) if has_calls else contextlib.nullcontext():
+        with contextlib.nullcontext() if self.calls is None else self.calls.replay(self.captured_calls):
             self.captured.replay()
         cache = call["past_key_values"]
         cache.advance(1)

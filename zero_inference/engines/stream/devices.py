@@ -18,6 +18,7 @@ from torch import nn
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.streams import ComputeStreams, DeviceStreams
 from zero_inference.kv_cache.device import DeviceKVCache, MicroBatch, supports_preallocated
+from zero_inference.models.layers import decoder_layers
 from zero_inference.models.tracing import tensors_in
 from zero_inference.utils.model_sizes import text_config
 from zero_inference.utils.patching import Patches
@@ -83,14 +84,13 @@ class LayerDevices:
     """Hooks the decoder layers of `model`, which begins and ends on the first device.
 
     Args:
-        decoder: the module that calls the layers.
-        layers: all decoder layers; no operator may be between the calls of two of them.
-        layer_devices: index of the device of each layer.
+        layer_devices: index of the device of each layer; no operator may be between the calls of two of them.
         layer_parameters: of `count_micro_batches`; 0: no pass is divided, nor is one where layers do not alternate between devices.
         outside_graphs: calls host work that CUDA graphs cannot contain.
         leave_layer: called with the index of a device, as part of such work, when the device has computed a layer.
 
     Attributes:
+        decoder: the module that calls the layers.
         micro_batch: index of the micro-batch that computes.
         micro_batches: rows of each micro-batch; one slice of all rows where the pass is not divided.
     """
@@ -98,15 +98,15 @@ class LayerDevices:
     def __init__(
         self,
         model: nn.Module,
-        decoder: nn.Module,
-        layers: Sequence[nn.Module],
         layer_devices: Sequence[int],
         streams: Sequence[DeviceStreams],
         layer_parameters: float = 0.0,
         outside_graphs: Callable[[Callable[[], Any]], Any] = lambda work: work(),
         leave_layer: Callable[[int], Any] = lambda device: None,
     ):
-        self.decoder, self.streams, self.layer_devices = decoder, streams, layer_devices
+        prefix, layers = decoder_layers(model)
+        self.decoder = model.get_submodule(prefix.rpartition(".")[0])
+        self.streams, self.layer_devices = streams, layer_devices
         self.layer_parameters = layer_parameters if alternates(layer_devices, len(streams)) else 0.0
         self.outside_graphs, self.leave_layer = outside_graphs, leave_layer
         self.compute = ComputeStreams(model, streams)
@@ -126,7 +126,7 @@ class LayerDevices:
             return
         self.copy_streams = [each.stream() for each in streams]
         # a call that failed releases its tensors, too
-        self.patches.add_hooks(decoder.register_forward_hook(lambda *_: self.end_pass(), always_call=True))
+        self.patches.add_hooks(self.decoder.register_forward_hook(lambda *_: self.end_pass(), always_call=True))
         for index, layer in enumerate(layers):
             self.patches.add_hooks(
                 layer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True),

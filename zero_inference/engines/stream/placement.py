@@ -431,11 +431,8 @@ def assign_layers(
     middles = (end - nbytes / 2 for end, nbytes in zip(accumulate(layer_bytes), layer_bytes))
     even = [min(count - 1, bisect_left(ends, middle)) for middle in middles]
     limits: list[float] = [math.inf if each is None else each for each in capacities]
-    device, room, filled = (
-        0,
-        limits.copy(),
-        [],
-    )  # each device as far as it goes: where memory is short this alone may fit
+    # each device as far as it goes: where memory is short this alone may fit
+    device, room, filled = 0, limits.copy(), []
     for nbytes in layer_bytes:
         while device < count - 1 and room[device] < nbytes:
             device += 1

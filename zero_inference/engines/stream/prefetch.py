@@ -90,12 +90,8 @@ class Prefetcher:
 
         self.patches = Patches()
         self.blocks: list[HookedBlock] = []
-        prefix, layers = decoder_layers(model)
-        decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.layers = LayerDevices(
             model,
-            decoder,
-            layers,
             placement.layer_devices,
             streams,
             layer_parameters if placement.may_divide else 0.0,
@@ -104,8 +100,9 @@ class Prefetcher:
         )
         self.compute = self.layers.compute
         try:
-            self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
-            self._hook_blocks(layers, caches)
+            before_decoder = self.layers.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)
+            self.patches.add_hooks(before_decoder)
+            self._hook_blocks(decoder_layers(model)[1], caches)
         except BaseException:  # no memory for the CPU's tasks, for one
             self.patches.close()
             self.layers.close()
