@@ -273,9 +273,9 @@ class EnginePlan:
 
     def peak_bytes_on(self, device: int) -> int:
         """Return the peak memory of one of `job.devices`, by its index."""
-        job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
         if device and device not in self.layer_devices:
             return 0  # it computes nothing
+        job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
         weights, share = self.weight_bytes_on(device), self.cache_share_on(device)
         if self.preallocated_cache or job.config.kv_offload:
             cpu_attention = job.config.kv_offload and not self.copies_kv

@@ -109,6 +109,11 @@ class Plan:
     def fits(self) -> bool:
         return all(need.fits for need in self.needs)
 
+    @property
+    def keeps_all_weights(self) -> bool:
+        """True where all weights stay on the devices."""
+        return not (self.engine_plan.footprint.host or self.engine_plan.footprint.disk)
+
     @functools.cached_property
     def _prediction(self) -> Times | str:
         machine = self.job.machine.profile()
@@ -344,7 +349,7 @@ def _holds_all_weights(job: Job) -> bool:
         plan = Plan(job, engine_module(job.config.engine).plan(job))
     except UsageError:
         return False
-    return plan.fits and not (plan.engine_plan.footprint.host or plan.engine_plan.footprint.disk)
+    return plan.fits and plan.keeps_all_weights
 
 
 def _more_gpus_if_they_help(several: Plan, one: Plan) -> Plan:
@@ -353,8 +358,7 @@ def _more_gpus_if_they_help(several: Plan, one: Plan) -> Plan:
     if several.fits != one.fits:
         return several if several.fits else one
     if several.times is None or one.times is None:
-        footprint = one.engine_plan.footprint
-        return several if footprint.host or footprint.disk else one
+        return one if one.keeps_all_weights else several
     of_one, of_several = (each.times.generation_s(each.job.config.gen_len) for each in (one, several))
     least = MIN_MIXTURE_GAIN if one.job.spec.experts[0] else MIN_GAIN
     return several if of_one >= least * of_several else one

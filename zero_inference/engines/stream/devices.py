@@ -114,7 +114,7 @@ class LayerDevices:
         self.micro_batches: Sequence[slice] = (slice(None),)
         self.micro_batch = 0
         self.may_divide_pass = False
-        self.in_cache = MicroBatch()  # of the KV cache of a pass that may be divided
+        self.cache_micro_batch = MicroBatch()  # of the KV cache of a pass that may be divided
         self.batch = self.length = 0  # sequences of a pass that is divided, and tokens of each
         self.heads: int = getattr(text_config(getattr(model, "config", None)), "num_attention_heads", 0)
         # by id of a tensor and device: the tensor, which keeps its id, and its copy there
@@ -161,7 +161,7 @@ class LayerDevices:
         )
         self.may_divide_pass = fills_no_other_cache and not _records_layers(self.decoder, arguments)
         if self.may_divide_pass:
-            self.in_cache = MicroBatch() if cache is None else cache.micro_batch
+            self.cache_micro_batch = MicroBatch() if cache is None else cache.micro_batch
 
     def end_pass(self) -> None:
         """Release the tensors of a pass, perhaps one that failed, whose copies may still be under way."""
@@ -171,7 +171,7 @@ class LayerDevices:
         self.moved.clear()
         self.inputs = (), {}  # with the KV cache
         self.sent, self.arrived, self.micro_batch, self.micro_batches = None, [], 0, (slice(None),)
-        self.may_divide_pass, self.in_cache.rows = False, None
+        self.may_divide_pass, self.cache_micro_batch.rows = False, None
 
     def _divide(self, hidden: Any) -> None:
         """Choose the micro-batches for the first layer's `inputs`, among them the hidden states [B, T, H]."""
@@ -248,7 +248,8 @@ class LayerDevices:
         self.micro_batch, rows = micro_batch, self.micro_batches[micro_batch]
         if self.arrived:
             self.compute.streams[device].wait_event(self.arrived[micro_batch])
-        self.in_cache.rows, self.in_cache.batch, self.in_cache.is_last = rows, self.batch, self.is_last_micro_batch
+        in_cache = self.cache_micro_batch
+        in_cache.rows, in_cache.batch, in_cache.is_last = rows, self.batch, self.is_last_micro_batch
 
         def rows_of(tensor: torch.Tensor) -> torch.Tensor:
             count = count_rows(tensor, self.batch, self.length, self.heads)
@@ -271,7 +272,7 @@ class LayerDevices:
                 sent = hidden.new_empty((self.batch, *hidden.shape[1:]), device=target)
             arrived.append(self._send(hidden, sent[rows], device, next_device))
             outputs.append(others)
-        self.in_cache.rows = None
+        self.cache_micro_batch.rows = None
         self.sent, self.arrived, self.micro_batch, self.inputs = sent, arrived, 0, ((), {})
         if torch.is_tensor(output):
             return sent
