@@ -48,7 +48,7 @@ def _numbers_by_byte(codes: Codes) -> Tensor:
         return byte.view(torch.float8_e4m3fn).float()[:, None]
     if codes == Codes.E2M1:
         positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-        return torch.tensor([*positive, *(-each for each in positive)])[byte.long()]
+        return torch.tensor([*positive, *(-float(each) for each in positive)])[byte.long()]
     return byte.float().view(256, -1)
 
 
