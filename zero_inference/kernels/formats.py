@@ -62,7 +62,7 @@ class WeightFormat:
     Attributes:
         codes: numbers of the codes.
         group_size: columns that share a scale; 0 where there are only `row_scales`. The last group of a row may be smaller.
-        group_rows: rows that share a scale; it divides N.
+        group_rows: rows that share a scale; in a stack of matrices it divides N, in one the last group may have fewer.
         scale_dtype: dtype of scales: float16, bfloat16 or float32, float8_e8m0fnu, float8_e4m3fn.
         minima: scales have minima of `scale_dtype`; otherwise symmetric codes have their center as zero point.
         zero_points: scales have zero points, uint8.
@@ -83,10 +83,10 @@ class WeightFormat:
         return self.codes.bits
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return [..., N / group_rows, groups of a row] of a weight of `shape`; (0,) without scales."""
+        """Return [..., groups of rows, groups of a row] of a weight of `shape`; (0,) without scales."""
         if not self.group_size:
             return (0,)
-        return *shape[:-2], shape[-2] // self.group_rows, -(-shape[-1] // self.group_size)
+        return *shape[:-2], -(-shape[-2] // self.group_rows), -(-shape[-1] // self.group_size)
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of `QuantizedWeight` that a weight of `shape` has."""
@@ -110,7 +110,7 @@ class QuantizedWeight:
 
     Attributes:
         codes: uint8 [..., N, K * bits / 8].
-        scales: `format.scale_dtype` [..., N / group_rows, groups of a row]; None without groups.
+        scales: `format.scale_dtype` [..., groups of rows, groups of a row]; None without groups.
         offsets: minima in `format.scale_dtype` or zero points in uint8, as many as scales; None without.
         row_scales: float32 [..., N]; None without.
     """
@@ -146,6 +146,7 @@ def dequantize_reference(weight: QuantizedWeight, out: Tensor) -> None:
         """Return scales or offsets of the rows `chunk` in float32: [rows, K], or [rows, groups, 1] where groups are whole."""
         of_rows = slice(chunk.start // form.group_rows, -(-chunk.stop // form.group_rows))
         of_groups = tensor.view(-1, groups)[of_rows].float().repeat_interleave(form.group_rows, 0)
+        of_groups = of_groups[: chunk.stop - chunk.start]
         if columns % form.group_size == 0:
             return of_groups.unsqueeze(-1)
         return of_groups.repeat_interleave(form.group_size, -1)[:, :columns]

@@ -14,13 +14,8 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.models.built_in import SMOLLM2, Preset, find_preset, similar_presets, smollm2_checkpoint
-from zero_inference.models.checkpoint_files import (
-    BlockScales,
-    errors_as,
-    has_tokenizer,
-    pop_quantization_config,
-    read_block_scales,
-)
+from zero_inference.models.checkpoint_files import errors_as, has_tokenizer, pop_quantization_config
+from zero_inference.models.checkpoint_formats import CheckpointFormat, checkpoint_format
 from zero_inference.models.hub import Snapshot, open_snapshot
 
 # Bounds of sizes in a config.json: far beyond any model, and small enough to be counted and laid out within seconds.
@@ -47,7 +42,7 @@ class ModelSpec:
     dtype: torch.dtype
     dummy: bool
     trust_remote_code: bool = False
-    fp8_blocks: BlockScales | None = None
+    checkpoint_format: CheckpointFormat | None = None  # of quantized weights that will be read
     dummy_routing: str | None = None  # text or greedy, see `models.weights`; None without dummy experts
 
     @property
@@ -107,7 +102,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if quantization else torch.float16),
         dummy=config.dummy,
         trust_remote_code=config.trust_remote_code,
-        fp8_blocks=read_block_scales(config.model, quantization) if quantization and not config.dummy else None,
+        checkpoint_format=checkpoint_format(config.model, quantization) if quantization and not config.dummy else None,
         dummy_routing=config.dummy_routing if config.dummy and is_mixture else None,
     )
 
@@ -145,18 +140,6 @@ def resolve_for_plan(config: RunConfig, device_type: str) -> ModelSpec:
     """Find the model for a plan, which reads no weights: presets need neither a network nor access to a gated repository."""
     known = find_preset(config.model) is not None and not Path(os.path.expanduser(config.model)).is_dir()
     return resolve_model(replace(config, dummy=True) if known else config, device_type)
-
-
-def checkpoint_refusal(model: str, dummy: bool) -> str | None:
-    """Return a sentence why the published weights of a preset cannot be read; None if they can, or none are needed."""
-    preset = None if dummy or os.path.isdir(os.path.expanduser(model)) else find_preset(model)
-    if preset is None or not preset.quantization:
-        return None
-    try:
-        read_block_scales(preset.name, {"quant_method": preset.quantization})
-    except UsageError as error:
-        return f"{error} --dummy plans and runs random weights of its shape."
-    return None
 
 
 def load_tokenizer(spec: ModelSpec):

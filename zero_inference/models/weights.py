@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_inference.errors import RunError
-from zero_inference.models.checkpoint_files import INSTEAD, Shards, errors_as, integer_keys, shorten_names
+from zero_inference.models.checkpoint_files import Shards, errors_as, integer_keys, shorten_names
+from zero_inference.models.checkpoint_formats import INSTEAD
 from zero_inference.models.empty_model import parameter_names, set_tensor
 from zero_inference.models.layers import find_layers
 from zero_inference.models.spec import ModelSpec
@@ -102,7 +103,7 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, std_of_e
 def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    shards = Shards(spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype)
+    shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
     mapping = get_model_conversion_mapping(model)
     ties = _resolve_ties(model, shards, mapping)
     adopted: set[int] = set()
@@ -161,16 +162,16 @@ def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
     """Return the names of each parameter that stays tied; those with different tensors in the checkpoint are untied."""
     ties = []
     tied = [names for names in parameter_names(model).values() if len(names) > 1]
-    stored_as = _checkpoint_keys(model, mapping, shards.file_of, {name for names in tied for name in names})
+    stored_as = _checkpoint_keys(model, mapping, shards.keys, {name for names in tied for name in names})
     for names in tied:
         # in the model's order: the others are tied to its first name
         first, *others = [stored_as[name] for name in names if name in stored_as] or [""]
-        with shards.open([stored for key in (first, *others) for stored in shards.with_scale(key)]) as tensors:
+        with shards.open([key for key in (first, *others) if key]) as tensors:
             equal = all(torch.equal(tensors[first][:], tensors[key][:]) for key in others)
         if equal:
             ties.append(names)
-            for stored in [stored for key in others for stored in shards.with_scale(key)]:
-                del shards.file_of[stored]
+            for key in others:
+                del shards.keys[key]
         else:
             model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False
             for name in names[1:]:

@@ -15,7 +15,6 @@ from typing import Any
 from zero_inference.config.run_config import non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.models.spec import checkpoint_refusal
 from zero_inference.planning import search
 from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit, faster_than, what_does_not_fit
 from zero_inference.planning.cost import Times, seconds_in_words
@@ -81,7 +80,6 @@ def _answer_in_json(args: argparse.Namespace, found: SearchResult, verdict: str)
             "because": search.why_not_predicted(found.unknown) or None,
             "configurations": rows[fitting:],
         },
-        "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
     }
 
 

@@ -25,7 +25,7 @@ from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.models.empty_model import EmptyModel
-from zero_inference.models.spec import ModelSpec, checkpoint_refusal
+from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.changes import BATCH_SIZES, Fields
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with, with_options
@@ -337,8 +337,8 @@ def headline(found: SearchResult, goal: str) -> str:
 
 
 def notes(found: SearchResult) -> list[str]:
-    """Return what to know about the machine, the predictions, what is not predicted, and the checkpoint, a line each."""
-    machine, best, config = found.job.machine.profile(), found.candidates, found.job.config
+    """Return what to know about the machine, the predictions, and what is not predicted, a line each."""
+    machine, best = found.job.machine.profile(), found.candidates
     texts = [machine.caveat() if machine else None]
     for label, parts in (
         ("bounds, because", [reason for each in best for reason in each.times.bounds_because]),
@@ -350,7 +350,7 @@ def notes(found: SearchResult) -> list[str]:
     texts += dict.fromkeys(each.unchosen_experts for each in best)
     if found.unknown and best:
         texts.append(f"fit, but not predicted: {len(found.unknown)}: {why_not_predicted(found.unknown)}")
-    return [text for text in (*texts, checkpoint_refusal(config.model, config.dummy)) if text]
+    return [text for text in texts if text]
 
 
 def why_not_predicted(plans: Sequence[Plan]) -> str:

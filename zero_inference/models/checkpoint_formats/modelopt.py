@@ -1,0 +1,42 @@
+"""NVIDIA ModelOpt (`quant_method: modelopt`, or hf_quant_config.json beside config.json): FP8 and NVFP4.
+
+FP8    W           float8_e4m3fn [N, K]
+       W_scale     float32 [1] or a scalar
+NVFP4  W           uint8 [..., N, K / 2]: codes of e2m1, the even one of a pair in the low nibble
+       W_scale     float8_e4m3fn [..., N, K / 16]
+       W_scale_2   float32 [1] or a scalar, which multiplies the scales
+
+`input_scale`, `k_scale` and `v_scale` concern products and caches in 8 bits, which are not used here. As TensorRT Model Optimizer exports
+it (modelopt/torch/export/quant_utils.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zero_inference.models.checkpoint_formats.base import CheckpointFormat, Parts, StoredWeight, dtype_and_shape, refuse
+from zero_inference.models.checkpoint_formats.compressed_tensors import IGNORED, e2m1_weight, row_scaled
+
+ENDS = {"": "codes", "_scale": "scales", "_scale_2": "global_scale"}
+ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")
+GROUP = 16
+
+
+@dataclass(frozen=True)
+class ModelOpt(CheckpointFormat):
+    @classmethod
+    def of(cls, model: str, config: dict[str, Any]) -> ModelOpt:
+        inner = config.get("quantization") or config  # hf_quant_config.json has it one level deeper
+        algorithm = str(inner.get("quant_algo") or "nothing").upper()
+        layers = inner.get("quantized_layers") or {}
+        used = {algorithm} | {str(each.get("quant_algo")).upper() for each in layers.values() if isinstance(each, dict)}
+        if unread := sorted(used - {*ALGORITHMS}):
+            raise refuse(model, f"modelopt with {unread[0]}", "FP8 and NVFP4 are read")
+        if "NVFP4" in used and inner.get("group_size") not in (None, GROUP):
+            raise refuse(model, f"modelopt NVFP4 in groups of {inner['group_size']}", f"groups of {GROUP} are read")
+        return cls(f"ModelOpt {algorithm}", ENDS, IGNORED)
+
+    def weight(self, parts: Parts) -> StoredWeight:
+        packed = "codes" in parts and dtype_and_shape(parts.tensors["codes"])[0] in ("U8", "uint8")
+        return e2m1_weight(parts, GROUP, "global_scale") if packed else row_scaled(parts)
