@@ -23,8 +23,14 @@ from zero_inference.utils.format import first_line
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 
 
-def pop_quantization_config(config: Any) -> dict[str, Any] | None:
-    """Remove the quantization config from a transformers config, which then describes the plain model, and return it."""
+QUANT_CONFIG = "hf_quant_config.json"  # ModelOpt's, beside config.json
+
+
+def pop_quantization_config(config: Any, folder: Path | None) -> dict[str, Any] | None:
+    """Remove the quantization config from a transformers config, which then describes the plain model, and return it.
+
+    If it has none, that of ModelOpt in the checkpoint's `folder` is read. Raises RunError if that is damaged.
+    """
     found = None
     for part in (config, config.get_text_config(decoder=True)):
         for name in ("quantization_config", "compression_config", "quantization"):
@@ -33,6 +39,10 @@ def pop_quantization_config(config: Any) -> dict[str, Any] | None:
             if value and isinstance(value, dict):
                 found = found or value
                 delattr(part, name)
+    if found is None and folder is not None and (path := folder / QUANT_CONFIG).is_file():
+        with _damage_as_run_error(path, "no quantization config"):
+            found = json.loads(path.read_bytes())
+            found["quantization"]["quant_algo"]  # a KeyError if it is another file
     return found
 
 

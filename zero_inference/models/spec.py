@@ -89,10 +89,11 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     """Find the model that `config` names; on device_type 'cpu' `--dtype auto` is bfloat16. Raises UsageError if it cannot be used."""
     source = _locate(config)
     if isinstance(source, Preset):
-        model_config = source.to_config()
+        model_config, folder = source.to_config(), None
     else:
-        model_config = _load_config(source.folder if isinstance(source, Snapshot) else source, config)
-    quantization = pop_quantization_config(model_config)
+        folder = source.folder if isinstance(source, Snapshot) else source
+        model_config = _load_config(folder, config)
+    quantization = pop_quantization_config(model_config, folder)
     is_mixture = count_experts(model_config.get_text_config(decoder=True))[0] > 0
     return ModelSpec(
         name=config.model,
