@@ -61,7 +61,9 @@ def compressed(name: str, scale_dtype: torch.dtype = torch.bfloat16, **arguments
             if args.strategy == "tensor_group":
                 factor["global_scale"] = generate_gparam(values.amin(), values.amax())
                 state["weight_global_scale"] = factor["global_scale"]
-            extremes = [each if args.strategy != "tensor" else each.view(1) for each in (groups.amin(-1), groups.amax(-1))]
+            extremes = [
+                each if args.strategy != "tensor" else each.view(1) for each in (groups.amin(-1), groups.amax(-1))
+            ]
             scale, zero_point = calculate_qparams(*extremes, args, **factor)
             if name.startswith("mxfp4"):
                 scale = 2.0 ** scale.log2().floor()

@@ -127,6 +127,48 @@ class QuantizedWeight:
         found = {name: getattr(self, name) for name in ("codes", "scales", "offsets", "row_scales")}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
+    def converted(self, form: WeightFormat, shape: tuple[int, ...]) -> QuantizedWeight:
+        """Return the same values in another format: scales repeated for smaller groups, or in another dtype that holds them.
+
+        Args:
+            shape: of the weight, [..., N, K].
+
+        Raises:
+            ValueError: the format cannot hold the same values.
+        """
+        own = self.format
+        if form == own:
+            return self
+        alike = ("codes", "minima", "zero_points", "row_scales", "divides")
+        rows_fit = form.group_rows in (1, own.group_rows)
+        columns_fit = own.group_size == form.group_size or (
+            form.group_size > 0 and own.group_size % form.group_size == 0
+        )
+        if any(getattr(own, name) != getattr(form, name) for name in alike) or not (rows_fit and columns_fit):
+            raise ValueError(f"{own} cannot be stored as {form}")
+
+        def repeated(tensor: Tensor) -> Tensor:
+            tensor = tensor.view(own.scale_shape(shape))
+            if form.group_rows != own.group_rows:
+                tensor = tensor.repeat_interleave(own.group_rows, -2)[..., : shape[-2], :]
+            if form.group_size != own.group_size:
+                groups = form.scale_shape(shape)[-1]
+                tensor = tensor.repeat_interleave(own.group_size // form.group_size, -1)[..., :groups]
+            return tensor.contiguous()
+
+        def cast(tensor: Tensor) -> Tensor:
+            found = repeated(tensor).to(form.scale_dtype)
+            if not torch.equal(found.float(), repeated(tensor).float()):
+                raise ValueError(f"{form.scale_dtype} cannot hold scales of {own.scale_dtype}")
+            return found
+
+        offsets = self.offsets
+        if offsets is not None:
+            offsets = cast(offsets) if form.minima else repeated(offsets)
+        return QuantizedWeight(
+            form, self.codes, None if self.scales is None else cast(self.scales), offsets, self.row_scales
+        )
+
 
 @torch.no_grad()
 def dequantize_reference(weight: QuantizedWeight, out: Tensor) -> None:

@@ -6,6 +6,8 @@ knows them by the ends of their keys, checks them by their headers before any is
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.kernels.formats import QuantizedWeight, WeightFormat, dequantize_reference
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat, dequantize_reference
 
 INSTEAD = "use the checkpoint in bfloat16 or float16 (--quant-bits 8 or 4 stores it smaller)"
 # Names of dtypes in safetensors, and in torch for .bin files.
@@ -134,10 +136,33 @@ class CheckpointFormat(ABC):
     ends: Mapping[str, str] = field(default_factory=dict, repr=False)
     ignored: tuple[str, ...] = ()  # ends of keys that only quantized activations and KV caches need
     suffix: str = ""  # of the weight's key, where `ends` replace it
+    skipped: tuple[str, ...] = ()  # names of modules that are not quantized, or patterns of them
 
     @abstractmethod
     def weight(self, parts: Parts) -> StoredWeight:
         """Return the weight of `parts`, which are not read yet. Raises RunError if they do not fit each other."""
+
+    @abstractmethod
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        """Return the format of a weight [..., N, K] of `module` by the config; None if it is not quantized, or for no such shape.
+
+        Args:
+            dtype: of the model as it is published, which scales of integers are taken to have.
+        """
+
+    def skips(self, module: str) -> bool:
+        """Return whether the config leaves out `module`: by a name, or a part of one between dots; by a regular expression after "re:";
+        or by a pattern with "*"."""
+        for pattern in self.skipped:
+            if pattern.startswith("re:"):
+                found = bool(re.match(pattern[3:], module))
+            elif "*" in pattern:
+                found = fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}.*")
+            else:
+                found = f".{pattern}." in f".{module}."
+            if found:
+                return True
+        return False
 
     def group_keys(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:
         """Return weight -> part -> key of the quantized weights among `keys`."""
@@ -167,6 +192,21 @@ class CheckpointFormat(ABC):
 def refuse(model: str, found: str, expected: str) -> UsageError:
     """Return the error for a checkpoint whose format is not read."""
     return UsageError(f"--model {model}: its weights are quantized ({found}), and only {expected}; {INSTEAD}.")
+
+
+def skipped_modules(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Return the modules that a quantization config leaves out under any of the keys `names`."""
+    return tuple(str(each) for name in names for each in config.get(name) or ())
+
+
+def integer_format(
+    bits: int, group_size: int, shape: tuple[int, ...], dtype: torch.dtype, zero_points: bool
+) -> WeightFormat | None:
+    """Return the format of integers; `group_size` -1 stands for whole rows. None if groups do not divide the columns."""
+    size = shape[-1] if group_size == -1 else group_size
+    if size < 1 or shape[-1] % size:
+        return None
+    return WeightFormat(Codes.INT4 if bits == 4 else Codes.INT8, size, 1, dtype, zero_points=zero_points)
 
 
 def group_size_of(parts: Parts, columns: int, groups: int) -> int:

@@ -39,10 +39,12 @@ from zero_inference.models.checkpoint_formats.base import (
     StoredWeight,
     float_dtype,
     group_size_of,
+    integer_format,
     refuse,
     sizes_of,
+    skipped_modules,
 )
-from zero_inference.models.checkpoint_formats.fp8 import block_scaled
+from zero_inference.models.checkpoint_formats.fp8 import block_format, block_scaled
 from zero_inference.models.checkpoint_formats.packed import column_order, take_columns, unpack
 
 ENDS = {
@@ -55,6 +57,8 @@ IGNORED = tuple(
     for name in ("input", "output", "k", "v", "q", "prob_output")
     for kind in ("scale", "zero_point", "global_scale", "g_idx")
 )
+E2M1_GROUPS = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
+ROW_SCALED = WeightFormat(Codes.E4M3, row_scales=True)
 # format -> type and bits of the weights that it stores
 FORMATS = {
     "pack-quantized": {("int", 4), ("int", 8)},
@@ -94,19 +98,38 @@ class CompressedTensors(CheckpointFormat):
         if config.get("transform_config"):
             raise refuse(model, "compressed-tensors with transforms of activations", "weights without them are read")
         names = dict.fromkeys(f"{each.format} {each.weights['type']}{each.weights['num_bits']}" for each in groups)
-        return cls(f"compressed-tensors {', '.join(names)}", ENDS, IGNORED, groups=groups)
+        skipped = skipped_modules(config, "ignore")
+        return cls(f"compressed-tensors {', '.join(names)}", ENDS, IGNORED, skipped=skipped, groups=groups)
 
-    def weight(self, parts: Parts) -> StoredWeight:
-        module = parts.key.removesuffix(".weight")
+    def _group_of(self, module: str) -> Group:
         # a target names modules or their class, which is that of linear modules
         of_class = next((each for each in self.groups if "Linear" in each.targets), self.groups[0])
-        group = next((each for each in self.groups if each.names(module)), of_class)
-        if group.format == "mxfp4-pack-quantized":
-            return e2m1_weight(parts, 32)
-        if group.format == "nvfp4-pack-quantized":
-            return e2m1_weight(parts, 16, "global_scale", divides=True)
+        return next((each for each in self.groups if each.names(module)), of_class)
+
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        group = self._group_of(module)
+        weights, columns = group.weights, shape[-1]
+        if "Linear" not in group.targets and not group.names(module):
+            return None
+        if group.format in E2M1_GROUPS:
+            size = E2M1_GROUPS[group.format]
+            return e2m1_format(size, group.format.startswith("nvfp4"), divides=True) if columns % size == 0 else None
+        if weights["type"] == "int":
+            if weights.get("actorder") in ("group", "dynamic"):
+                return None  # columns are in another order
+            size = _group_size(weights)
+            return integer_format(weights["num_bits"], size, shape, dtype, not weights.get("symmetric", True))
+        blocks = _block_sizes(weights)
+        return ROW_SCALED if blocks is None else block_format(*blocks)
+
+    def weight(self, parts: Parts) -> StoredWeight:
+        group = self._group_of(parts.key.removesuffix(".weight"))
+        if group.format in E2M1_GROUPS:
+            factor = "global_scale" if group.format.startswith("nvfp4") else None
+            return e2m1_weight(parts, E2M1_GROUPS[group.format], factor, divides=True)
         if group.weights["type"] == "float":
-            return _float8(parts, group.weights)
+            blocks = _block_sizes(group.weights)
+            return row_scaled(parts) if blocks is None else block_scaled(parts, *blocks)
         return _integers(parts, group.weights)
 
 
@@ -137,7 +160,7 @@ def _integers(parts: Parts, weights: dict[str, Any]) -> StoredWeight:
                 "it again."
             )
         columns = stated[-1]
-    size = sizes_of(parts, columns, weights.get("group_size") if weights.get("strategy") in ("group", None) else None)
+    size = sizes_of(parts, columns, _group_size(weights))
     groups = columns // size
     of_tensor = [(1,)] if groups == 1 and len(rows) == 1 else []
     scales = parts.take("scales", FLOATS, (*rows, groups), *of_tensor)
@@ -174,14 +197,17 @@ def _integers(parts: Parts, weights: dict[str, Any]) -> StoredWeight:
     return StoredWeight((*rows, columns), form, read, column_order=order)
 
 
-def _float8(parts: Parts, weights: dict[str, Any]) -> StoredWeight:
-    """Return a float8 weight with scales by tensor, channel, group or block."""
+def _group_size(weights: dict[str, Any]) -> int:
+    """Return the columns of a group of integers; -1 for whole rows."""
+    return weights.get("group_size") or -1 if weights.get("strategy") in ("group", None) else -1
+
+
+def _block_sizes(weights: dict[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns that share a scale of float8; None where rows have one, or the tensor."""
     if weights.get("strategy") == "block":
-        return block_scaled(parts, *(weights.get("block_structure") or (128, 128)))
-    if weights.get("strategy") in ("group", "tensor_group"):
-        codes = parts.take("codes", FP8)
-        return block_scaled(parts, 1, sizes_of(parts, codes.shape[-1], weights.get("group_size")))
-    return row_scaled(parts)
+        rows, columns = weights.get("block_structure") or (128, 128)
+        return rows, columns
+    return (1, weights["group_size"]) if weights.get("strategy") in ("group", "tensor_group") else None
 
 
 def row_scaled(parts: Parts) -> StoredWeight:
@@ -189,14 +215,19 @@ def row_scaled(parts: Parts) -> StoredWeight:
     codes = parts.take("codes", FP8)
     rows = codes.shape[:-1]
     scales = parts.take("scales", FLOATS, (*rows, 1), rows, (1,), ())
-    form = WeightFormat(Codes.E4M3, row_scales=True)
 
     def read() -> QuantizedWeight:
         found = scales().float()
         of_rows = found.view(rows) if found.numel() > 1 else found.reshape(()).expand(rows)
-        return QuantizedWeight(form, codes().view(torch.uint8), row_scales=of_rows.contiguous())
+        return QuantizedWeight(ROW_SCALED, codes().view(torch.uint8), row_scales=of_rows.contiguous())
 
-    return StoredWeight(codes.shape, form, read)
+    return StoredWeight(codes.shape, ROW_SCALED, read)
+
+
+def e2m1_format(group_size: int, has_factor: bool, divides: bool = False) -> WeightFormat:
+    """Return the format of 4-bit floats: with scales in float8 and a factor of the tensor, or with powers of two alone."""
+    scale_dtype = torch.float8_e4m3fn if has_factor else torch.float8_e8m0fnu
+    return WeightFormat(Codes.E2M1, group_size, 1, scale_dtype, row_scales=has_factor, divides=has_factor and divides)
 
 
 def e2m1_weight(parts: Parts, group_size: int, factor: str | None = None, divides: bool = False) -> StoredWeight:
@@ -210,13 +241,12 @@ def e2m1_weight(parts: Parts, group_size: int, factor: str | None = None, divide
             f"{parts.folder}: {parts.key} has {columns} columns, which are not whole groups of {group_size}; fetch it again."
         )
     of_tensor = parts.take(factor, FLOATS, (1,), ()) if factor else None
-    scale_dtype = torch.float8_e4m3fn if factor else torch.float8_e8m0fnu
-    form = WeightFormat(Codes.E2M1, group_size, 1, scale_dtype, row_scales=factor is not None, divides=divides)
+    form = e2m1_format(group_size, factor is not None, divides)
 
     def read() -> QuantizedWeight:
         of_rows: Tensor | None = None
         if of_tensor is not None:
             of_rows = of_tensor().float().reshape(()).expand(rows).contiguous()
-        return QuantizedWeight(form, codes(), scales().view(scale_dtype), row_scales=of_rows)
+        return QuantizedWeight(form, codes(), scales().view(form.scale_dtype), row_scales=of_rows)
 
     return StoredWeight((*rows, columns), form, read)

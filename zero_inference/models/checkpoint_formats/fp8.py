@@ -24,6 +24,7 @@ from zero_inference.models.checkpoint_formats.base import (
     Parts,
     StoredWeight,
     refuse,
+    skipped_modules,
 )
 
 # Values of the config that are read; the first is the default.
@@ -47,14 +48,23 @@ class Fp8Blocks(CheckpointFormat):
                 raise refuse(model, f"fp8 with {key} {config[key]!r}", f"{readable[0]!r} is read")
         if not isinstance(size, list | tuple) or [type(side) for side in size] != [int, int] or min(size) < 1:
             raise refuse(model, f"fp8 with weight_block_size {size!r}", "blocks of [rows, columns] are read")
-        return cls("FP8", {"": "codes", "_scale_inv": "scales"}, rows=size[0], columns=size[1])
+        skipped = skipped_modules(config, "modules_to_not_convert", "ignored_layers")
+        return cls("FP8", {"": "codes", "_scale_inv": "scales"}, skipped=skipped, rows=size[0], columns=size[1])
 
     def weight(self, parts: Parts) -> StoredWeight:
         return block_scaled(parts, self.rows, self.columns)
 
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        return block_format(self.rows, self.columns)
+
+
+def block_format(rows: int, columns: int) -> WeightFormat:
+    """Return the format of float8 weights whose blocks of `rows` x `columns` have a scale each."""
+    return WeightFormat(Codes.E4M3, columns, rows, torch.float32)
+
 
 def block_scaled(parts: Parts, rows: int, columns: int) -> StoredWeight:
-    """Return a float8 weight whose blocks of `rows` x `columns` have a scale each."""
+    """Return the weight of `parts` in that format."""
     codes = parts.take("codes", FP8)
     shape = codes.shape
     if len(shape) < 2:
@@ -63,14 +73,12 @@ def block_scaled(parts: Parts, rows: int, columns: int) -> StoredWeight:
         )
     blocks = *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
     scales = parts.take("scales", (*FLOATS[:3], *E8M0[:1], *FLOATS[3:], *E8M0[1:]), blocks)
-    fits = (
-        shape[-2] % rows == 0 or len(shape) == 2
-    )  # else rows of blocks would not follow each other in a stack of matrices
-    form = WeightFormat(Codes.E4M3, columns, rows if fits else 1, torch.float32)
+    # in a stack of matrices, blocks of rows follow each other only if they are whole
+    form = block_format(rows if len(shape) == 2 or shape[-2] % rows == 0 else 1, columns)
 
     def read() -> QuantizedWeight:
         of_blocks = scales().float()
-        if not fits:
+        if form.group_rows != rows:
             of_blocks = of_blocks.repeat_interleave(rows, -2)[..., : shape[-2], :]
         return QuantizedWeight(form, codes().view(torch.uint8), of_blocks.contiguous())
 

@@ -15,7 +15,7 @@ import torch
 
 from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
-from zero_inference.models.checkpoint_formats.base import BYTES, CheckpointFormat, Parts, StoredWeight
+from zero_inference.models.checkpoint_formats.base import BYTES, CheckpointFormat, Parts, StoredWeight, skipped_modules
 
 GROUP = 32
 FORMAT = WeightFormat(Codes.E2M1, GROUP, 1, torch.float8_e8m0fnu)
@@ -25,7 +25,11 @@ FORMAT = WeightFormat(Codes.E2M1, GROUP, 1, torch.float8_e8m0fnu)
 class Mxfp4(CheckpointFormat):
     @classmethod
     def of(cls, model: str, config: dict) -> Mxfp4:
-        return cls("MXFP4", {"_blocks": "codes", "_scales": "scales"})
+        skipped = skipped_modules(config, "modules_to_not_convert")
+        return cls("MXFP4", {"_blocks": "codes", "_scales": "scales"}, skipped=skipped)
+
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        return FORMAT if len(shape) > 2 and shape[-1] % GROUP == 0 else None  # experts
 
     def weight(self, parts: Parts) -> StoredWeight:
         blocks = parts.take("codes", BYTES)

@@ -31,8 +31,10 @@ from zero_inference.models.checkpoint_formats.base import (
     Parts,
     StoredWeight,
     float_dtype,
+    integer_format,
     refuse,
     sizes_of,
+    skipped_modules,
 )
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -45,6 +47,7 @@ class Gptq(CheckpointFormat):
     bits: int = 4
     group_size: int = 128
     zero_point_offset: int = 1
+    reorders: bool = False  # desc_act
 
     @classmethod
     def of(cls, model: str, config: dict[str, Any]) -> Gptq:
@@ -59,14 +62,23 @@ class Gptq(CheckpointFormat):
                 model, f"gptq with dynamic settings for {overrides[0]!r}", "one setting for all modules is read"
             )
         offset = 0 if version == "gptq_v2" else 1
+        skipped = () if config.get("lm_head") else ("lm_head",)
         return cls(
             f"GPTQ int{bits}",
             PARTS,
             suffix=".weight",
+            skipped=(
+                *skipped,
+                *(f"re:{str(each)[2:]}" for each in config.get("dynamic") or () if str(each).startswith("-:")),
+            ),
             bits=bits,
             group_size=config.get("group_size", -1),
             zero_point_offset=offset,
+            reorders=bool(config.get("desc_act")) and config.get("group_size", -1) != -1,
         )
+
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        return None if self.reorders else integer_format(self.bits, self.group_size, shape, torch.float16, True)
 
     def weight(self, parts: Parts) -> StoredWeight:
         in_word = 32 // self.bits
@@ -102,7 +114,11 @@ class Awq(CheckpointFormat):
         if version != "gemm":
             raise refuse(model, f"awq version {version!r}", "gemm is read")
         size = config.get("group_size", config.get("q_group_size", 128))
-        return cls("AWQ int4", PARTS, suffix=".weight", group_size=size)
+        skipped = ("lm_head", *skipped_modules(config, "modules_to_not_convert"))
+        return cls("AWQ int4", PARTS, suffix=".weight", skipped=skipped, group_size=size)
+
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        return integer_format(4, self.group_size, shape, torch.float16, True)
 
     def weight(self, parts: Parts) -> StoredWeight:
         codes = parts.take("codes", WORDS, (None, None))
