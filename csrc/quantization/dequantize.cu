@@ -6,6 +6,8 @@
 // zero_inference/kernels/quantization.py. Code i is at bit `bits * i`, little-endian: the even element of an int4 pair has the
 // low nibble.
 
+#include <optional>
+
 #include "../operators.cuh"
 
 namespace zero_inference::quantization {
@@ -86,8 +88,11 @@ int log2_or_negative(int64_t value) {
 
 // Contiguous: codes uint8, scale and minimum in the dtype of out, one for each `group_size` of its elements. Checked here: in
 // Python it would take 6 us a weight in each pass.
-void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
-                       const Tensor& out) {
+void dequantize_groups(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& minima,
+                       const std::optional<Tensor>&, int64_t codes_kind, int64_t group_size, int64_t, bool, const Tensor& out) {
+  STD_TORCH_CHECK(codes_kind <= 1 && scales.has_value() && minima.has_value(), "dequantize_groups: unknown format");
+  const Tensor &scale = *scales, &minimum = *minima;
+  const int64_t bits = codes_kind == 0 ? 4 : 8;
   const int64_t numel = out.numel();
   const auto fits = [&](const Tensor& tensor, ScalarType dtype, int64_t elements) {
     return tensor.is_cuda() && tensor.get_device_index() == out.get_device_index() && tensor.scalar_type() == dtype &&
@@ -125,7 +130,8 @@ void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& m
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
-  library.def("dequantize_groups(Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, Tensor(a!) out) -> ()");
+  library.def("dequantize_groups(Tensor codes, Tensor? scale, Tensor? offset, Tensor? row_scale, int codes_kind, int group_size, "
+      "int group_rows, bool divides, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("dequantize_groups", TORCH_BOX(&dequantize_groups)); }

@@ -645,14 +645,17 @@ Tensor launch_on(const Tensor& x, Task task, int64_t bits, int64_t rows, int64_t
 }
 
 // A task of `weights` weights of `rows` rows, checked.
-Task task_of(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
-             int64_t rows, int64_t weights) {
+Task task_of(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scale, const std::optional<Tensor>& minimum,
+             const std::optional<Tensor>& row_scale, int64_t codes_kind, int64_t group_size, int64_t group_rows, int64_t rows,
+             int64_t weights) {
+  STD_TORCH_CHECK(codes_kind <= 1 && scale.has_value() && minimum.has_value() && !row_scale.has_value() && group_rows == 1,
+                  "linear_groups: this format is to be dequantized");
+  const int64_t bits = codes_kind == 0 ? 4 : 8;
   const ScalarType dtype = x.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
                   "linear_groups: x must be Half or BFloat16, found ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups: x must be [tokens, columns] on a CUDA device");
   const int64_t columns = x.size(1);
-  STD_TORCH_CHECK(bits == 8 || bits == 4, "linear_groups: bits must be 8 or 4, found ", bits);
   STD_TORCH_CHECK(group_size >= 16 && power_of_two_up_to(group_size, kLargestGroup),
                   "linear_groups: group_size must be 16, 32, 64 or 128, found ", group_size);
   STD_TORCH_CHECK(rows >= 0 && columns < (int64_t{1} << 30) && columns % group_size == 0 && columns * bits % 128 == 0,
@@ -661,8 +664,8 @@ Task task_of(const Tensor& x, const Tensor& codes, const Tensor& scale, const Te
   Task task = {};
   task.x = checked("x", x, dtype, x.size(0) * columns, x);
   task.codes = static_cast<const uint8_t*>(checked("codes", codes, ScalarType::Byte, weights * rows * columns * bits / 8, x));
-  task.scale = checked("scale", scale, dtype, groups, x);
-  task.minimum = checked("minimum", minimum, dtype, groups, x);
+  task.scale = checked("scale", *scale, dtype, groups, x);
+  task.minimum = checked("offset", *minimum, dtype, groups, x);
   task.rows = rows;
   task.columns = static_cast<int>(columns);
   task.group_shift = 0;
@@ -671,10 +674,11 @@ Task task_of(const Tensor& x, const Tensor& codes, const Tensor& scale, const Te
 }
 
 // column_warps, splits, chunk_steps: 0 for the table of launch sizes.
-Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
-                     int64_t group_size, int64_t rows, const Tensor& bias, int64_t column_warps, int64_t splits,
-                     int64_t chunk_steps) {
-  Task task = task_of(x, codes, scale, minimum, bits, group_size, rows, 1);
+Tensor linear_groups(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scale,
+                     const std::optional<Tensor>& offset, const std::optional<Tensor>& row_scale, int64_t codes_kind,
+                     int64_t group_size, int64_t group_rows, bool, int64_t rows, const Tensor& bias, int64_t column_warps,
+                     int64_t splits, int64_t chunk_steps) {
+  Task task = task_of(x, codes, scale, offset, row_scale, codes_kind, group_size, group_rows, rows, 1);
   const int64_t tokens = x.size(0);
   STD_TORCH_CHECK(tokens <= kProductTokens, "linear_groups: ", kProductTokens, " tokens at most, found ", tokens);
   STD_TORCH_CHECK((column_warps == 0 || power_of_two_up_to(column_warps, kWarps)) &&
@@ -690,19 +694,22 @@ Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, 
   task.chunk_steps = static_cast<int>(chunk_steps);
   task.pairs = 1;
 
-  return launch_on(x, task, bits, tokens, rows);
+  return launch_on(x, task, codes_kind == 0 ? 4 : 8, tokens, rows);
 }
 
 // x [tokens, columns]; codes, scale, minimum and bias of `weights` weights of `rows` rows, concatenated; slot int64 [pairs], as
 // many for each row of x in order. limit: see `Task`, 0 for none. of_tokens: number of tokens of the pairs, none of which has a
 // weight twice; 0: the rows of x.
-Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
-                             int64_t group_size, int64_t rows, const Tensor& slot, const std::optional<Tensor>& bias,
-                             int64_t form, int64_t activation, double limit, double up_offset, int64_t of_tokens) {
+Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scale,
+                             const std::optional<Tensor>& offset, const std::optional<Tensor>& row_scale, int64_t codes_kind,
+                             int64_t group_size, int64_t group_rows, bool, int64_t rows, const Tensor& slot,
+                             const std::optional<Tensor>& bias, int64_t form, int64_t activation, double limit,
+                             double up_offset, int64_t of_tokens) {
+  const int64_t bits = codes_kind == 0 ? 4 : 8;
   STD_TORCH_CHECK(rows > 0 && x.dim() == 2 && x.size(1) * bits >= 8,
                   "linear_groups_indexed: x and the weights must not be empty");
   const int64_t weights = codes.numel() / (rows * x.size(1) * bits / 8);
-  Task task = task_of(x, codes, scale, minimum, bits, group_size, rows, weights);
+  Task task = task_of(x, codes, scale, offset, row_scale, codes_kind, group_size, group_rows, rows, weights);
   const int64_t tokens = x.size(0);
   const int64_t pairs = slot.numel();
   const bool halved = form >= kGateFirst;

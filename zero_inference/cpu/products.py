@@ -64,7 +64,8 @@ class Matrix(ctypes.Structure):
                 f"scale must be float32, float16 or bfloat16, the same number in each of {rows} rows; found {describe(scale)}"
             )
         columns = scale.numel() // rows * group_size
-        check_packed(codes, scale, minimum, bits, group_size, rows, columns, scale.dtype, torch.device("cpu"))
+        weight = GroupQuantization(bits, group_size).as_weight(codes, scale, minimum)
+        check_packed(weight, rows, columns, torch.device("cpu"))
         pointers = codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
         return cls(*pointers, rows, columns, group_size, bits, DTYPES[scale.dtype])
 

@@ -35,6 +35,7 @@ class Codes(IntEnum):
         return {Codes.INT4: 8, Codes.INT8: 128}.get(self, 0)
 
 
+TENSORS = "codes", "scales", "offsets", "row_scales"  # of a `QuantizedWeight`
 CHUNK_NUMEL = 1 << 19  # elements dequantized at once, about 20 bytes each: fits a CPU's caches
 CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
 
@@ -124,7 +125,7 @@ class QuantizedWeight:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that there are, by the names in `WeightFormat.tensors`."""
-        found = {name: getattr(self, name) for name in ("codes", "scales", "offsets", "row_scales")}
+        found = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def converted(self, form: WeightFormat, shape: tuple[int, ...]) -> QuantizedWeight:

@@ -23,6 +23,7 @@ from torch import nn
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.errors import UsageError
+from zero_inference.kernels.formats import WeightFormat
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.empty_model import parameter_names
@@ -90,14 +91,16 @@ def lay_out_blocks(model: nn.Module, scheme: GroupQuantization | None, divided: 
         in_blocks |= {id(parameter) for _, parameter in parameters}
         key = same_as.get(block.layer, block.layer), block.module
         if key not in by_kind:
+            formats: dict[str, WeightFormat] = {}
             for name, parameter in parameters if scheme is not None else ():
                 matrix = parameter.mT if name in block.transposed else parameter
-                quantizes = _is_wide(matrix) and name not in block.exact and scheme.is_for(matrix)
-                if quantizes and not scheme.can_quantize(matrix):
+                if name not in block.exact and scheme.can_quantize(matrix):
+                    formats[name] = scheme.weight_format(matrix.dtype)
+                elif name not in block.exact and scheme.is_for(matrix) and _is_wide(matrix):
                     full_name = block.full_name(prefix, name)
                     raise group_size_refusal(scheme.group_size, full_name, tuple(matrix.shape))
             fused = [experts.weights_in(name) for name, experts in block.mixtures]
-            by_kind[key] = lay_out(parameters, scheme, block.exact, block.transposed, block.module_only, fused)
+            by_kind[key] = lay_out(parameters, formats, block.transposed, block.module_only, fused)
         blocks[index] = replace(block, layout=by_kind[key])
     return blocks, _nbytes(p for p in model.parameters() if id(p) not in in_blocks)
 

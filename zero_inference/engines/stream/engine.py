@@ -34,6 +34,7 @@ from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan
 from zero_inference.engines.stream.prefetch import Prefetcher
 from zero_inference.engines.stream.vocabulary import HostEmbedding, QuantizedHead
+from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import load_weights
@@ -74,7 +75,7 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
             prefetcher = Prefetcher(model, placement, store, job.devices, transfers, cpu, job.layer_parameters)
             closing.callback(prefetcher.close)
             closing.enter_context(closing_cpu.pop_all())  # the CPU backend ends first: it reads the prefetcher's memory
-        if plan.head is not None:
+        if plan.head is not None and weights.packed_head is not None:
             module = model.get_submodule(plan.head.module)
             closing.callback(QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspaces[0]).close)
 
@@ -165,7 +166,7 @@ class _WeightLoader:
         devices, (prefix, layers) = plan.job.devices, decoder_layers(plan.job.empty_model.model)
         of_layers = plan.placement.layer_devices or (0,) * len(layers)
         self.device_of = device_by_name(prefix, [devices[each] for each in of_layers], devices[0])
-        self.packed_head: tuple[torch.Tensor, ...] = ()
+        self.packed_head: QuantizedWeight | None = None
         self.embedding: HostEmbedding | None = None
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:

@@ -113,8 +113,7 @@ class StreamPlan(EnginePlan):
         values = values.to(self.job.devices[0])  # as the store does
         values = values.mT if transposed else values
         restored = torch.empty_like(values, memory_format=torch.contiguous_format)
-        codes, scale, minimum = quantize(values, scheme)
-        dequantize(codes, scale, minimum, scheme.bits, scheme.group_size, restored)
+        dequantize(scheme.as_weight(*quantize(values, scheme)), restored)
         return restored.mT if transposed else restored
 
     @functools.cached_property
