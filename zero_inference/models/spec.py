@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zero_inference.config.option import STORED
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.models.built_in import SMOLLM2, Preset, find_preset, similar_presets, smollm2_checkpoint
@@ -42,7 +44,9 @@ class ModelSpec:
     dtype: torch.dtype
     dummy: bool
     trust_remote_code: bool = False
-    checkpoint_format: CheckpointFormat | None = None  # of quantized weights that will be read
+    checkpoint_format: CheckpointFormat | None = (
+        None  # of a quantized checkpoint, or of the random weights in its place
+    )
     dummy_routing: str | None = None  # text or greedy, see `models.weights`; None without dummy experts
 
     @property
@@ -60,6 +64,10 @@ class ModelSpec:
     @property
     def max_positions(self) -> int | None:
         return max_positions(self.config)
+
+    def kept_format(self, config: RunConfig) -> CheckpointFormat | None:
+        """Return the format of the weights that a run keeps as the checkpoint stores them; None if it converts them."""
+        return self.checkpoint_format if config.keeps_stored else None
 
     def checkpoint_folder(self) -> Path:
         """Return the local folder with the weights, fetched from the hub if need be. Raises UsageError if they cannot be fetched."""
@@ -93,7 +101,14 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     else:
         folder = source.folder if isinstance(source, Snapshot) else source
         model_config = _load_config(folder, config)
-    quantization = pop_quantization_config(model_config, folder)
+    quantization = source.quantization if isinstance(source, Preset) else pop_quantization_config(model_config, folder)
+    checkpoint = None
+    with suppress(UsageError) if config.dummy else nullcontext():  # random weights may be of any format
+        checkpoint = checkpoint_format(config.model, quantization) if quantization else None
+    if config.quant_bits == STORED and checkpoint is None:
+        raise UsageError(
+            f"--quant-bits {STORED}: the weights of {config.model} are not quantized; use --quant-bits 8 or 4 to quantize them, or drop it."
+        )
     is_mixture = count_experts(model_config.get_text_config(decoder=True))[0] > 0
     return ModelSpec(
         name=config.model,
@@ -103,7 +118,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if quantization else torch.float16),
         dummy=config.dummy,
         trust_remote_code=config.trust_remote_code,
-        checkpoint_format=checkpoint_format(config.model, quantization) if quantization and not config.dummy else None,
+        checkpoint_format=checkpoint,
         dummy_routing=config.dummy_routing if config.dummy and is_mixture else None,
     )
 

@@ -132,7 +132,7 @@ def why_no_cpu_attention(job: Job) -> str | None:
 def multiplies_codes(job: Job) -> bool:
     """Return whether the CPU multiplies codes as they are stored: without a GPU, unless --cpu-compute is given. Dequantizing them first
     takes longer than reading weights in 16 bits."""
-    return not job.on_gpu and job.config.quantized and job.config.cpu_share is None
+    return not job.on_gpu and job.quantized and job.config.cpu_share is None
 
 
 def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[Placement, CpuPlan] | str:

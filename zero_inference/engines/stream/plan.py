@@ -165,7 +165,7 @@ class StreamPlan(EnginePlan):
             fused_rows=FUSED_ROWS if fused else 0,
             head_plain_bytes=0 if self.head is None else self.head.plain_bytes,
             head_stored_bytes=0 if self.head is None else self.head.stored_bytes,
-            dequantizes_on_cpu=job.config.quantized and not job.on_gpu and cpu is None,
+            dequantizes_on_cpu=job.quantized and not job.on_gpu and cpu is None,
             step_cpu=CpuWork(*self._cpu_shares(placement), 0.0 if cpu is None else cpu.cpu_wait_s(placement)),
             prefill_cpu=prefill_cpu,
             cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
@@ -363,7 +363,7 @@ def _with_fewer_slots(job: Job, placed: Placement, cpu: CpuPlan, may_attend: boo
 
 def _scheme(job: Job) -> GroupQuantization | None:
     config = job.config
-    return GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype) if config.quantized else None
+    return GroupQuantization(config.bits_of_plain, config.group_size, job.spec.dtype) if config.quantized else None
 
 
 def _laid_out(job: Job, divided: bool) -> tuple[list[Block], int]:

@@ -136,6 +136,8 @@ class CheckpointFormat(ABC):
     ends: Mapping[str, str] = field(default_factory=dict, repr=False)
     ignored: tuple[str, ...] = ()  # ends of keys that only quantized activations and KV caches need
     suffix: str = ""  # of the weight's key, where `ends` replace it
+    bits: int = 4  # of a code, in most weights
+    group_size: int = -1  # columns that share a scale, in most weights; -1 for whole rows
     skipped: tuple[str, ...] = ()  # names of modules that are not quantized, or patterns of them
 
     @abstractmethod

@@ -99,7 +99,10 @@ class CompressedTensors(CheckpointFormat):
             raise refuse(model, "compressed-tensors with transforms of activations", "weights without them are read")
         names = dict.fromkeys(f"{each.format} {each.weights['type']}{each.weights['num_bits']}" for each in groups)
         skipped = skipped_modules(config, "ignore")
-        return cls(f"compressed-tensors {', '.join(names)}", ENDS, IGNORED, skipped=skipped, groups=groups)
+        least = min(groups, key=lambda each: each.weights["num_bits"])  # experts, of which there are most
+        size = E2M1_GROUPS.get(least.format) or (_block_sizes(least.weights) or (1, _group_size(least.weights)))[1]
+        sizes = {"bits": least.weights["num_bits"], "group_size": size}
+        return cls(f"compressed-tensors {', '.join(names)}", ENDS, IGNORED, **sizes, skipped=skipped, groups=groups)
 
     def _group_of(self, module: str) -> Group:
         # a target names modules or their class, which is that of linear modules

@@ -37,8 +37,7 @@ READABLE = {
 
 @dataclass(frozen=True)
 class Fp8Blocks(CheckpointFormat):
-    rows: int = 128
-    columns: int = 128
+    rows: int = 128  # of a block; `group_size` are its columns
 
     @classmethod
     def of(cls, model: str, config: dict[str, Any]) -> Fp8Blocks:
@@ -49,13 +48,14 @@ class Fp8Blocks(CheckpointFormat):
         if not isinstance(size, list | tuple) or [type(side) for side in size] != [int, int] or min(size) < 1:
             raise refuse(model, f"fp8 with weight_block_size {size!r}", "blocks of [rows, columns] are read")
         skipped = skipped_modules(config, "modules_to_not_convert", "ignored_layers")
-        return cls("FP8", {"": "codes", "_scale_inv": "scales"}, skipped=skipped, rows=size[0], columns=size[1])
+        ends = {"": "codes", "_scale_inv": "scales"}
+        return cls("FP8", ends, bits=8, group_size=size[1], skipped=skipped, rows=size[0])
 
     def weight(self, parts: Parts) -> StoredWeight:
-        return block_scaled(parts, self.rows, self.columns)
+        return block_scaled(parts, self.rows, self.group_size)
 
     def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
-        return block_format(self.rows, self.columns)
+        return block_format(self.rows, self.group_size)
 
 
 def block_format(rows: int, columns: int) -> WeightFormat:

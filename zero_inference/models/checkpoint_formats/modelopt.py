@@ -57,7 +57,17 @@ class ModelOpt(CheckpointFormat):
             raise refuse(model, f"modelopt NVFP4 in groups of {inner['group_size']}", f"groups of {GROUP} are read")
         skipped = skipped_modules(inner, "ignore", "exclude_modules")
         of_layers = {name: str(each.get("quant_algo")).upper() for name, each in layers.items()}
-        return cls(f"ModelOpt {algorithm}", ENDS, IGNORED, skipped=skipped, algorithm=algorithm, of_layers=of_layers)
+        bits, size = (8, -1) if algorithm == "FP8" else (4, GROUP)
+        return cls(
+            f"ModelOpt {algorithm}",
+            ENDS,
+            IGNORED,
+            bits=bits,
+            group_size=size,
+            skipped=skipped,
+            algorithm=algorithm,
+            of_layers=of_layers,
+        )
 
     def weight(self, parts: Parts) -> StoredWeight:
         packed = "codes" in parts and dtype_and_shape(parts.tensors["codes"])[0] in ("U8", "uint8")

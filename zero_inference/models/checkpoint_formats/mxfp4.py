@@ -26,7 +26,7 @@ class Mxfp4(CheckpointFormat):
     @classmethod
     def of(cls, model: str, config: dict) -> Mxfp4:
         skipped = skipped_modules(config, "modules_to_not_convert")
-        return cls("MXFP4", {"_blocks": "codes", "_scales": "scales"}, skipped=skipped)
+        return cls("MXFP4", {"_blocks": "codes", "_scales": "scales"}, group_size=GROUP, skipped=skipped)
 
     def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
         return FORMAT if len(shape) > 2 and shape[-1] % GROUP == 0 else None  # experts

@@ -44,8 +44,6 @@ PARTS = {".qweight": "codes", ".qzeros": "zero_points", ".scales": "scales", ".g
 
 @dataclass(frozen=True)
 class Gptq(CheckpointFormat):
-    bits: int = 4
-    group_size: int = 128
     zero_point_offset: int = 1
     reorders: bool = False  # desc_act
 
@@ -104,8 +102,6 @@ class Gptq(CheckpointFormat):
 
 @dataclass(frozen=True)
 class Awq(CheckpointFormat):
-    group_size: int = 128
-
     @classmethod
     def of(cls, model: str, config: dict[str, Any]) -> Awq:
         bits, version = config.get("bits", config.get("w_bit", 4)), str(config.get("version") or "gemm").lower()
