@@ -14,7 +14,8 @@ from kernel_cases import relative_error, skip_without
 
 from zero_inference.cpu import library
 from zero_inference.cpu.library import INSTRUCTIONS
-from zero_inference.cpu.products import Matrix, linear_groups, multiply_rows
+from zero_inference.cpu.products import PLAIN, Matrix, linear_groups, multiply_rows, weight_of_groups
+from zero_inference.kernels.formats import Codes
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)
@@ -76,10 +77,10 @@ def restored_from(bits: int) -> int:
 
 def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
     """Return whether the kernels multiply codes as they are, not their values (csrc/cpu/product.cpp)."""
-    if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
+    if dtype not in UNROUNDED or matrix.codes == PLAIN or matrix.group > 256:
         return False
     if instructions == "amx" and count >= 3 and matrix.group % 32 == 0:
-        return count < restored_from(matrix.bits) or dtype == torch.float16
+        return count < restored_from(Codes(matrix.codes).bits) or dtype == torch.float16
     in_vectors = count <= (8 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
     return in_vectors and matrix.group in (32, 64, 128, 256)
 
@@ -89,7 +90,7 @@ def matrix_of(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix,
     if not bits:
         return Matrix.plain(weight), (weight,), weight
     parts, restored = packed(weight, bits, group_size)
-    matrix = Matrix.groups(*parts, bits, group_size, len(weight))
+    matrix = Matrix.quantized(weight_of_groups(*parts, bits, group_size), *weight.shape, weight.dtype)
     codes, scale, minimum = parts
     codes = torch.stack([codes & 15, codes >> 4], 1) if bits == 4 else codes
     matrix.exact = (codes.view(-1, group_size) * scale.double()[:, None] + minimum.double()[:, None]).view_as(weight)
@@ -107,7 +108,7 @@ def check(
         values = {FIXED_ERROR[x.dtype]: matrix.exact, UNROUNDED[restored.dtype]: restored}
     for most, weight in values.items():
         error = relative_error(out[:, : last - first], x.double() @ weight[first:last].double().T)
-        assert error <= most, (instructions, list(x.shape), matrix.bits, matrix.group, error)
+        assert error <= most, (instructions, list(x.shape), matrix.format, error)
     assert out[:, last - first :].isnan().all(), "written beside the rows"
 
 
@@ -184,7 +185,7 @@ def test_unaligned_weights(instructions, use):
             moved = [torch.zeros(part.nbytes + 1, dtype=torch.uint8) for part in tensors]
             for place, part in zip(moved, tensors, strict=True):
                 place[1:] = part.view(torch.uint8).view(-1)
-            for field, place in zip(("values", "scales", "minima"), moved):
+            for field, place in zip(("values", "scales", "offsets"), moved):
                 setattr(matrix, field, place.data_ptr() + 1)
             for count in (1, 4, 8, 19, 35):
                 check(matrix, restored, an_input(count, 320, dtype), name)
@@ -224,7 +225,7 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
             (4, 6, 66),
         ):
             matrix, tensors, restored = matrix_of(a_weight(5, columns, dtype), bits, group_size)
-            for field, part in zip(("values", "scales", "minima"), tensors):
+            for field, part in zip(("values", "scales", "offsets"), tensors):
                 setattr(matrix, field, at_the_end(part))
             for count in (1, 2, 4, 6, 9, 33):
                 x = an_input(count, columns, dtype)
@@ -309,13 +310,14 @@ def test_float16_keeps_its_range_and_precision(instructions, use):
 def test_linear_adds_a_bias_rounds_once_and_keeps_shapes():
     weight = a_weight(11, 96, torch.float32)
     parts, restored = packed(weight, 8, 32)
+    quantized = weight_of_groups(*parts, 8, 32)
     for x_dtype in DTYPES:
         x = an_input(6, 96, x_dtype).view(2, 3, 96).transpose(0, 1)
         bias = a_weight(1, 11, torch.float32)[0]
-        out = linear_groups(x, *parts, 8, 32, 11, bias)
+        out = linear_groups(x, quantized, 11, bias)
         assert out.dtype == x_dtype and out.shape == (3, 2, 11)
         torch.testing.assert_close(out, (x.float() @ restored.T + bias).to(x_dtype))
-    assert linear_groups(torch.ones(0, 96), *parts, 8, 32, 11).shape == (0, 11)
+    assert linear_groups(torch.ones(0, 96), quantized, 11).shape == (0, 11)
 
 
 def test_what_does_not_fit_is_refused():
@@ -323,12 +325,14 @@ def test_what_does_not_fit_is_refused():
     codes, scale, minimum = packed(weight, 4, 32)[0]
     with pytest.raises(ValueError, match="contiguous"):
         Matrix.plain(weight.t())
-    with pytest.raises(ValueError, match="codes must be torch.uint8, 160 elements"):
-        Matrix.groups(codes[1:], scale, minimum, 4, 32, 5)
-    with pytest.raises(ValueError, match="minimum must be torch.float32, 10 elements"):
-        Matrix.groups(codes, scale, minimum[1:], 4, 32, 5)
-    with pytest.raises(ValueError, match="even for 4 bits"):
-        Matrix.groups(codes, scale, minimum, 4, 31, 5)
+    for parts, group_size, message in (
+        ((codes[1:], scale, minimum), 32, "codes must be torch.uint8, 160 elements"),
+        ((codes, scale, minimum[1:]), 32, "offsets must be torch.float32, 10 elements"),
+        ((codes, scale, minimum), 31, "even for 4 bits"),
+        ((codes, scale, minimum), 24, "no whole groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Matrix.quantized(weight_of_groups(*parts, 4, group_size), 5, 64, torch.float32)
     best = library.best_instructions()
     if best != INSTRUCTIONS[-1]:
         with pytest.raises(ValueError, match=f"'amx': this processor has '{best}' at best"):

@@ -118,14 +118,17 @@ class DeviceWeights:
         return measure_median_s(self.device, action, seconds) / len(self.matrices)
 
     def _multiply(self, x: torch.Tensor) -> None:
-        multiply: Callable[..., object] = quantized_linear
-        if self.device.type == "cpu" and len(x) <= CPU_FUSED_ROWS and load_library() is not None:
-            multiply = cpu_products.linear_groups  # as runs of the stream engine do in decode steps
+        # as runs of the stream engine do in decode steps
+        on_cpu = self.device.type == "cpu" and len(x) <= CPU_FUSED_ROWS and load_library() is not None
         for parts in self.matrices:
             if self.scheme is None:
                 torch.nn.functional.linear(x, *parts)
+                continue
+            of_scheme = *parts, self.scheme.bits, self.scheme.group_size
+            if on_cpu:
+                cpu_products.linear_groups(x, cpu_products.weight_of_groups(*of_scheme), self.shape[0])
             else:
-                multiply(x, *parts, self.scheme.bits, self.scheme.group_size, self.shape[0], None)
+                quantized_linear(x, *of_scheme, self.shape[0], None)
 
 
 def product_times(

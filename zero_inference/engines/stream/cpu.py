@@ -12,7 +12,7 @@ from zero_inference.cpu.experts import Expert, ExpertActivation, add_experts
 from zero_inference.cpu.hand_off import DirectCalls, HandOff, Lane, StreamSide, allocate_buffers
 from zero_inference.cpu.library import DTYPES
 from zero_inference.cpu.pool import SPIN_US, CpuPool, Routing, Stage, Task, Weight
-from zero_inference.cpu.products import Matrix
+from zero_inference.cpu.products import Matrix, weight_of_groups
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
@@ -20,6 +20,7 @@ from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
 from zero_inference.engines.stream.placement import Placement, fuses_experts
 from zero_inference.engines.stream.products import SharedInput, weight_of
+from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_off_bytes
 from zero_inference.models.mlp import FusedExperts
@@ -57,8 +58,7 @@ class CpuBlock(SharedInput):
         return self.product(name, x)
 
     def alike(self, one: str, other: str) -> bool:  # the kernels prepare the same input for both weights
-        a, b = self.weights[one].matrix, self.weights[other].matrix
-        return (a.bits, a.group, a.dtype, a.columns) == (b.bits, b.group, b.dtype, b.columns)
+        return self.weights[one].matrix.format == self.weights[other].matrix.format
 
     def finish_observing(self) -> None:
         """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
@@ -80,7 +80,7 @@ class CpuBlock(SharedInput):
             both = weights[0]
             halves = _gate_and_up(both.matrix, both.bias, 0, both.matrix.rows // 2, mlp.gate_is_second)
             weights = [Weight(matrix, bias, both.nbytes // 2) for matrix, bias in halves]
-        if len({(each.matrix.bits, each.matrix.group, each.matrix.rows) for each in weights}) > 1:
+        if len({(each.matrix.rows, *each.matrix.format) for each in weights}) > 1:
             return None
         combine = "gated" if len(weights) == 2 else "activation"
         return self._add_task([Stage(weights, combine, mlp.activation), Stage([self.weights[mlp.last]])])
@@ -107,11 +107,14 @@ def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQ
     """Return the matrix of a weight [..., columns] in `buffer`; all dimensions before the last are rows."""
     columns = stored.plain.shape[-1]
     rows = math.prod(stored.plain.shape[:-1])
-    tensors = [piece.of(buffer) for piece in stored.pieces]
     if stored.packed is None or scheme is None:
-        return Matrix.plain(tensors[0].view(rows, columns))
-    codes, scales, minima = tensors
-    return Matrix.groups(codes, scales, minima, scheme.bits, scheme.group_size, rows)
+        return Matrix.plain(stored.plain.of(buffer).view(rows, columns))
+    return Matrix.quantized(_quantized_weight(stored, buffer, scheme), rows, columns, stored.plain.dtype)
+
+
+def _quantized_weight(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization) -> QuantizedWeight:
+    codes, scales, minima = (span.of(buffer) for span in stored.packed or ())
+    return weight_of_groups(codes, scales, minima, scheme.bits, scheme.group_size)
 
 
 def _weight(

@@ -176,7 +176,8 @@ class QuantizedHead:
             if can_fuse(x, codes, scales, minima, HEAD_BITS, size, bias):
                 return quantized_linear(input, codes, scales, minima, HEAD_BITS, size, count, bias)
             if not x.is_cuda and load_library() is not None:
-                return cpu_products.linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
+                weight = cpu_products.weight_of_groups(codes, scales, minima, HEAD_BITS, size)
+                return cpu_products.linear_groups(input, weight, count, bias)
         out = x.new_empty(len(x), count)
         for first in range(0, count, len(self.rows)):
             rows = self.rows[: count - first]
