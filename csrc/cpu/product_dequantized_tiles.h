@@ -184,7 +184,7 @@ struct DequantizedPass {
     const bool spread = kTables == 4 && matrix.group != 32;  // to 16 blocks of 32 columns
     float* const to = scratch.scales[strip_of(piece)][0];
     convert_rows<false>(matrix, piece.row, pieces.rows_of(piece), groups_in(matrix, piece.k), to, to + kMinimaAt,
-                        [&](Vector values) { return spread ? _mm512_permutexvar_ps(groups_of_blocks, values) : values; });
+                        spread ? &groups_of_blocks : nullptr);
   }
 
   Rows<kCodes, kTables> rows_at(const Piece& step, int panel) const {

@@ -97,9 +97,7 @@ void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_d
   }
 }
 
-inline __m256i words_at(const char* p) {
-  return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
+inline __m256i words_at(const char* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 // Unpacks 32 codes.
 template <Codes kCodes>

@@ -156,7 +156,7 @@ struct FixedPass {
 
   [[gnu::noinline]] void convert(const Piece& piece) const {
     convert_rows<true>(matrix, piece.row, pieces.rows_of(piece), groups_in(matrix, piece.k), scratch.factors[0][0],
-                       scratch.factors[1][0], [](Vector values) { return values; });
+                       scratch.factors[1][0]);
   }
 
   // Group of each column of the packs' sums.

@@ -228,6 +228,37 @@ struct Pieces {
   }
 };
 
+// Scales and minima of kLanes groups from `group` on, in `count` rows, to rows of `scales` and `minima`; permuted by `order`
+// unless it is null.
+template <bool kUnsigned, ScaleForm kForm>
+inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64_t group, float* scales, float* minima,
+                         const __m512i* order) {
+  const int64_t groups = row_groups(matrix);
+  RowScales from_row(matrix, row, group);
+  for (int64_t r = 0; r < count; ++r) {
+    Vector scale, minimum;
+    load_scales<kForm, kUnsigned>(matrix, from_row, groups - group, scale, minimum);
+    store(scales + r * kLanes, order == nullptr ? scale : _mm512_permutexvar_ps(*order, scale));
+    store(minima + r * kLanes, order == nullptr ? minimum : _mm512_permutexvar_ps(*order, minimum));
+    if constexpr (kForm == ScaleForm::any) {
+      from_row = RowScales(matrix, row + r + 1, group);
+    } else {
+      from_row.scales += groups * 2;
+      from_row.offsets += groups * 2;
+    }
+  }
+}
+
+template <bool kUnsigned>
+inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64_t group, float* scales, float* minima,
+                         const __m512i* order = nullptr) {
+  const ScaleForm form = scale_form(matrix);
+  const auto convert = form == ScaleForm::float16    ? convert_rows<kUnsigned, ScaleForm::float16>
+                       : form == ScaleForm::bfloat16 ? convert_rows<kUnsigned, ScaleForm::bfloat16>
+                                                     : convert_rows<kUnsigned, ScaleForm::any>;
+  convert(matrix, row, count, group, scales, minima, order);
+}
+
 // Prefetches the next piece row by row while another is multiplied: codes, and cache lines of scales and offsets.
 template <int64_t kPieceColumns, int kBits>
 struct Prefetcher {

@@ -30,21 +30,25 @@ inline void widen(Dtype dtype, const char* p, int64_t count, int64_t padded, flo
 }
 
 // Up to kLanes scales or offsets, the rest zeros.
+template <Dtype kDtype>
+inline Vector some_of(const char* p, int64_t count) {
+  return count >= kLanes ? from<kDtype>(p) : from_part<kDtype>(p, count);
+}
+
 inline Vector some_of(Dtype dtype, const char* p, int64_t count) {
-  const auto read = [&](auto of) { return count >= kLanes ? from<of.value>(p) : from_part<of.value>(p, count); };
   switch (dtype) {
     case Dtype::float32:
-      return read(Constant<Dtype::float32>{});
+      return some_of<Dtype::float32>(p, count);
     case Dtype::float16:
-      return read(Constant<Dtype::float16>{});
+      return some_of<Dtype::float16>(p, count);
     case Dtype::bfloat16:
-      return read(Constant<Dtype::bfloat16>{});
+      return some_of<Dtype::bfloat16>(p, count);
     case Dtype::e8m0:
-      return read(Constant<Dtype::e8m0>{});
+      return some_of<Dtype::e8m0>(p, count);
     case Dtype::e4m3:
-      return read(Constant<Dtype::e4m3>{});
+      return some_of<Dtype::e4m3>(p, count);
     default:
-      return read(Constant<Dtype::uint8>{});
+      return some_of<Dtype::uint8>(p, count);
   }
 }
 
@@ -116,40 +120,9 @@ template <ScaleForm kForm, bool kUnsigned = true>
     convert_scales<kUnsigned>(matrix, from_row, count, scale, minimum);
   } else {
     constexpr Dtype kDtype = kForm == ScaleForm::float16 ? Dtype::float16 : Dtype::bfloat16;
-    const bool whole = count >= kLanes;
-    scale = whole ? from<kDtype>(from_row.scales) : from_part<kDtype>(from_row.scales, count);
-    minimum = whole ? from<kDtype>(from_row.offsets) : from_part<kDtype>(from_row.offsets, count);
+    scale = some_of<kDtype>(from_row.scales, count);
+    minimum = some_of<kDtype>(from_row.offsets, count);
   }
-}
-
-// Scales and minima of kLanes groups from `group` on, in `count` rows, to rows of `scales` and `minima`, changed by `change`.
-template <bool kUnsigned, ScaleForm kForm, typename Change>
-inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64_t group, float* scales, float* minima,
-                         const Change& change) {
-  const int64_t groups = row_groups(matrix);
-  RowScales from_row(matrix, row, group);
-  for (int64_t r = 0; r < count; ++r) {
-    Vector scale, minimum;
-    load_scales<kForm, kUnsigned>(matrix, from_row, groups - group, scale, minimum);
-    store(scales + r * kLanes, change(scale));
-    store(minima + r * kLanes, change(minimum));
-    if constexpr (kForm == ScaleForm::any) {
-      from_row = RowScales(matrix, row + r + 1, group);
-    } else {
-      from_row.scales += groups * 2;
-      from_row.offsets += groups * 2;
-    }
-  }
-}
-
-template <bool kUnsigned, typename Change>
-inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64_t group, float* scales, float* minima,
-                         const Change& change) {
-  const ScaleForm form = scale_form(matrix);
-  const auto convert = form == ScaleForm::float16    ? convert_rows<kUnsigned, ScaleForm::float16, Change>
-                       : form == ScaleForm::bfloat16 ? convert_rows<kUnsigned, ScaleForm::bfloat16, Change>
-                                                     : convert_rows<kUnsigned, ScaleForm::any, Change>;
-  convert(matrix, row, count, group, scales, minima, change);
 }
 
 // Scales and minima in float32 of the groups of columns [k, k + count) of a row.
