@@ -12,7 +12,7 @@ from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, SAVED, Ex
 from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.pool import CpuPool, Routing
-from zero_inference.cpu.products import Matrix
+from zero_inference.cpu.products import Matrix, weight_of_groups
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.timing import Transfers
 
@@ -59,7 +59,7 @@ class Mixture:
             rows = weight.shape[0] * weight.shape[1]
             if bits:
                 parts, weight = quantized(weight, bits, 32)
-                matrices.append(Matrix.groups(*parts, bits, 32, rows))
+                matrices.append(Matrix.quantized(weight_of_groups(*parts, bits, 32), rows, weight.shape[-1], dtype))
             else:
                 parts = (weight.view(rows, -1),)
                 matrices.append(Matrix.plain(*parts))

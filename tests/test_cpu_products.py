@@ -10,11 +10,12 @@ import subprocess
 import pytest
 import torch
 from kernel_cases import quantized as packed
-from kernel_cases import relative_error, skip_without
+from kernel_cases import random_weight, relative_error, skip_without
 
 from zero_inference.cpu import library
 from zero_inference.cpu.library import INSTRUCTIONS
-from zero_inference.cpu.products import Matrix, linear_groups, multiply_rows
+from zero_inference.cpu.products import PLAIN, Matrix, linear_groups, multiply_rows, weight_of_groups
+from zero_inference.kernels.formats import Codes, WeightFormat, dequantize_reference
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)
@@ -32,6 +33,22 @@ EMULATED = "amx emulated"
 EMULATED_TILES = "-DZERO_INFERENCE_EMULATED_TILES"
 SETS = (*INSTRUCTIONS, EMULATED)
 LIBC = ctypes.CDLL(None, use_errno=True)
+# Formats of published checkpoints, with shapes: neither blocks, pieces nor vectors are whole in most.
+PUBLISHED = {
+    "symmetric int4": (WeightFormat(Codes.INT4, 32, scale_dtype=torch.bfloat16), (37, 288), (16, 640)),
+    "symmetric int8": (WeightFormat(Codes.INT8, 128, scale_dtype=torch.float16), (19, 384)),
+    "int4 with zero points": (WeightFormat(Codes.INT4, 128, scale_dtype=torch.float16, zero_points=True), (37, 640)),
+    "int8 with zero points": (WeightFormat(Codes.INT8, 32, scale_dtype=torch.bfloat16, zero_points=True), (19, 672)),
+    "MXFP4": (WeightFormat(Codes.E2M1, 32, scale_dtype=torch.float8_e8m0fnu), (37, 352), (16, 1088)),
+    "NVFP4": (WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True), (37, 336), (19, 1088)),
+    "NVFP4 that divides": (
+        WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True, divides=True),
+        (35, 512),
+    ),
+    "FP8 blocks": (WeightFormat(Codes.E4M3, 128, group_rows=128), (256, 576), (128, 331)),
+    "FP8 groups": (WeightFormat(Codes.E4M3, 128), (37, 1088)),
+    "FP8 rows": (WeightFormat(Codes.E4M3, row_scales=True), (37, 331), (19, 2400)),
+}
 
 
 @pytest.fixture(scope="session")
@@ -76,12 +93,16 @@ def restored_from(bits: int) -> int:
 
 def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
     """Return whether the kernels multiply codes as they are, not their values (csrc/cpu/product.cpp)."""
-    if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
+    if dtype not in UNROUNDED or matrix.codes == PLAIN:
+        return False
+    if matrix.codes == Codes.E4M3:
+        return not (instructions == "amx" and dtype == torch.bfloat16 and count >= 5 and matrix.columns % 32 == 0)
+    if matrix.group > 256 or (instructions == "avx2" and matrix.columns % 32):
         return False
     if instructions == "amx" and count >= 3 and matrix.group % 32 == 0:
-        return count < restored_from(matrix.bits) or dtype == torch.float16
+        return count < restored_from(Codes(matrix.codes).bits) or dtype == torch.float16
     in_vectors = count <= (8 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
-    return in_vectors and matrix.group in (32, 64, 128, 256)
+    return in_vectors and matrix.group in (16 if matrix.codes == Codes.E2M1 else 32, 32, 64, 128, 256)
 
 
 def matrix_of(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix, tuple, torch.Tensor]:
@@ -89,7 +110,7 @@ def matrix_of(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix,
     if not bits:
         return Matrix.plain(weight), (weight,), weight
     parts, restored = packed(weight, bits, group_size)
-    matrix = Matrix.groups(*parts, bits, group_size, len(weight))
+    matrix = Matrix.quantized(weight_of_groups(*parts, bits, group_size), *weight.shape, weight.dtype)
     codes, scale, minimum = parts
     codes = torch.stack([codes & 15, codes >> 4], 1) if bits == 4 else codes
     matrix.exact = (codes.view(-1, group_size) * scale.double()[:, None] + minimum.double()[:, None]).view_as(weight)
@@ -107,7 +128,7 @@ def check(
         values = {FIXED_ERROR[x.dtype]: matrix.exact, UNROUNDED[restored.dtype]: restored}
     for most, weight in values.items():
         error = relative_error(out[:, : last - first], x.double() @ weight[first:last].double().T)
-        assert error <= most, (instructions, list(x.shape), matrix.bits, matrix.group, error)
+        assert error <= most, (instructions, list(x.shape), matrix.format, error)
     assert out[:, last - first :].isnan().all(), "written beside the rows"
 
 
@@ -141,6 +162,54 @@ def test_any_group_size(instructions, dtype, use):
         matrix, tensors, restored = matrix_of(a_weight(19, columns, dtype), bits, group_size)
         for count in (1, 3, 6, 35):
             check(matrix, restored, an_input(count, columns, dtype), name)
+
+
+def published(
+    form: WeightFormat, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[Matrix, dict[str, torch.Tensor], torch.Tensor]:
+    """Return as `matrix_of` does, with the tensors by their names."""
+    weight = random_weight(form, *shape)
+    matrix, exact, restored = (
+        Matrix.quantized(weight, *shape, dtype),
+        torch.empty(shape),
+        torch.empty(shape, dtype=dtype),
+    )
+    for values in (exact, restored):
+        dequantize_reference(weight, values)
+    matrix.exact = exact.double()
+    return matrix, weight.tensors, restored
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("instructions", SETS)
+def test_formats_of_checkpoints_agree_with_float64(instructions, name, use):
+    instructions = use(instructions)
+    form, *shapes = PUBLISHED[name]
+    for dtype in DTYPES:
+        for shape in shapes:
+            matrix, tensors, restored = published(form, shape, dtype)
+            for count in (1, 4, 5, 16, 40):
+                x = an_input(count, shape[1], dtype)
+                check(matrix, restored, x, instructions)
+            first = form.group_rows % shape[0]  # a view is the same as rows of the whole
+            view, rows = matrix.rows_view(first, shape[0] - first), torch.empty(2, 40, shape[0] - first)
+            multiply_rows(matrix, x, first, shape[0], rows[0], instructions)
+            multiply_rows(view, x, 0, view.rows, rows[1], instructions)
+            assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_scales_beyond_the_greatest_power_are_no_number(instructions, use):
+    instructions = use(instructions)
+    weight = random_weight(PUBLISHED["MXFP4"][0], 19, 256)
+    scales = weight.scales.view(torch.uint8).view(19, 8)
+    scales[3, 5], scales[4], scales[5] = 255, 0, 1
+    matrix = Matrix.quantized(weight, 19, 256, torch.bfloat16)
+    for count in (1, 5, 16):
+        out = torch.empty(count, 19)
+        multiply_rows(matrix, torch.ones(count, 256, dtype=torch.bfloat16), 0, 19, out, instructions)
+        assert (out.isfinite().all(0) == (torch.arange(19) != 3)).all()
+        assert (out[:, 4:6].abs() < 1e-30).all()
 
 
 @pytest.mark.parametrize("instructions", SETS)
@@ -184,7 +253,7 @@ def test_unaligned_weights(instructions, use):
             moved = [torch.zeros(part.nbytes + 1, dtype=torch.uint8) for part in tensors]
             for place, part in zip(moved, tensors, strict=True):
                 place[1:] = part.view(torch.uint8).view(-1)
-            for field, place in zip(("values", "scales", "minima"), moved):
+            for field, place in zip(("values", "scales", "offsets"), moved):
                 setattr(matrix, field, place.data_ptr() + 1)
             for count in (1, 4, 8, 19, 35):
                 check(matrix, restored, an_input(count, 320, dtype), name)
@@ -224,12 +293,19 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
             (4, 6, 66),
         ):
             matrix, tensors, restored = matrix_of(a_weight(5, columns, dtype), bits, group_size)
-            for field, part in zip(("values", "scales", "minima"), tensors):
+            for field, part in zip(("values", "scales", "offsets"), tensors):
                 setattr(matrix, field, at_the_end(part))
             for count in (1, 2, 4, 6, 9, 33):
                 x = an_input(count, columns, dtype)
                 moved = torch.frombuffer((ctypes.c_char * x.nbytes).from_address(at_the_end(x)), dtype=dtype)
                 check(matrix, restored, moved.view(count, columns), name)
+    for form, *shapes in PUBLISHED.values():
+        shape = shapes[0]
+        matrix, tensors, restored = published(form, shape, torch.bfloat16)
+        for field, part in tensors.items():
+            setattr(matrix, "values" if field == "codes" else field, at_the_end(part))
+        for count in (1, 4, 6, 33):
+            check(matrix, restored, an_input(count, shape[1], torch.bfloat16), name)
 
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 32), (8, 32), (4, 12), (8, 40), (4, 512), (8, 512)])
@@ -309,13 +385,14 @@ def test_float16_keeps_its_range_and_precision(instructions, use):
 def test_linear_adds_a_bias_rounds_once_and_keeps_shapes():
     weight = a_weight(11, 96, torch.float32)
     parts, restored = packed(weight, 8, 32)
+    quantized = weight_of_groups(*parts, 8, 32)
     for x_dtype in DTYPES:
         x = an_input(6, 96, x_dtype).view(2, 3, 96).transpose(0, 1)
         bias = a_weight(1, 11, torch.float32)[0]
-        out = linear_groups(x, *parts, 8, 32, 11, bias)
+        out = linear_groups(x, quantized, 11, bias)
         assert out.dtype == x_dtype and out.shape == (3, 2, 11)
         torch.testing.assert_close(out, (x.float() @ restored.T + bias).to(x_dtype))
-    assert linear_groups(torch.ones(0, 96), *parts, 8, 32, 11).shape == (0, 11)
+    assert linear_groups(torch.ones(0, 96), quantized, 11).shape == (0, 11)
 
 
 def test_what_does_not_fit_is_refused():
@@ -323,12 +400,14 @@ def test_what_does_not_fit_is_refused():
     codes, scale, minimum = packed(weight, 4, 32)[0]
     with pytest.raises(ValueError, match="contiguous"):
         Matrix.plain(weight.t())
-    with pytest.raises(ValueError, match="codes must be torch.uint8, 160 elements"):
-        Matrix.groups(codes[1:], scale, minimum, 4, 32, 5)
-    with pytest.raises(ValueError, match="minimum must be torch.float32, 10 elements"):
-        Matrix.groups(codes, scale, minimum[1:], 4, 32, 5)
-    with pytest.raises(ValueError, match="even for 4 bits"):
-        Matrix.groups(codes, scale, minimum, 4, 31, 5)
+    for parts, group_size, message in (
+        ((codes[1:], scale, minimum), 32, "codes must be torch.uint8, 160 elements"),
+        ((codes, scale, minimum[1:]), 32, "offsets must be torch.float32, 10 elements"),
+        ((codes, scale, minimum), 31, "even for 4 bits"),
+        ((codes, scale, minimum), 24, "no whole groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Matrix.quantized(weight_of_groups(*parts, 4, group_size), 5, 64, torch.float32)
     best = library.best_instructions()
     if best != INSTRUCTIONS[-1]:
         with pytest.raises(ValueError, match=f"'amx': this processor has '{best}' at best"):

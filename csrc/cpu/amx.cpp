@@ -207,7 +207,7 @@ inline Vector round_to_bfloat16(Vector value) {
   return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Two blocks of 32 elements of x from column k, in order or, for int4 (`pairs`), in the nibble order of
+// Two blocks of 32 elements of x from column k, in order or, for 4 bits (`pairs`), in the nibble order of
 // product_dequantized_tiles.h.
 inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t pairs, __m512i (*blocks)[1]) {
   Vector one, two, even[2], odd[2];

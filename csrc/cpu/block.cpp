@@ -18,7 +18,7 @@ enum class Combine : int32_t {
   gated = 2,       // f(first) * second
 };
 
-// Products of one input, all of the same bits, group, dtype and columns, and of as many rows where combined. Layout:
+// Products of one input, all of the same format and columns, and of as many rows where combined. Layout:
 // zero_inference/cpu/pool.py.
 struct Stage {
   Matrix matrices[kMaxProducts];
@@ -87,17 +87,9 @@ void for_products(const Stage& stage, int64_t begin, int64_t end, const Function
 // Prefetches the weights that a thread reads first into its L2 cache, while it waits for the input. On its own cache lines.
 class alignas(64) ReadAhead {
  public:
-  // Appends rows [first, last) with scales and minima, as far as the cache holds them.
+  // Appends rows [first, last) with scales and offsets, as far as the cache holds them.
   void add(const Matrix& matrix, int64_t first, int64_t last) {
-    const int64_t size = bytes_of(matrix.dtype);
-    const int64_t before = first * matrix.columns, elements = (last - first) * matrix.columns;
-    if (matrix.bits == 0) {
-      add(matrix.values, before * size, elements * size);
-    } else {
-      add(matrix.scales, before / matrix.group * size, elements / matrix.group * size);
-      add(matrix.minima, before / matrix.group * size, elements / matrix.group * size);
-      add(matrix.values, before * matrix.bits / 8, elements * matrix.bits / 8);
-    }
+    for_tensors(matrix, first, last, [&](const void* data, int64_t at, int64_t bytes) { add(data, at, bytes); });
     restart();
   }
 

@@ -35,19 +35,14 @@ constexpr int64_t kMinBytes = 32 << 10;
 constexpr int64_t kBytesAhead = 4096;
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
-int64_t bytes_of(const Matrix& matrix) { return matrix.values == nullptr ? 0 : matrix.rows * row_bytes(matrix); }
+int64_t bytes_of(const Matrix& matrix) { return matrix.values == nullptr ? 0 : stored_bytes(matrix); }
 
 void prefetch(const Matrix& matrix, int64_t row) {
-  const auto prefetch_lines = [](const void* data, int64_t from, int64_t bytes) {
-    const char* const p = static_cast<const char*>(data) + from;
+  for_tensors(matrix, row, matrix.rows, [&](const void* data, int64_t at, int64_t) {
+    const char* const p = static_cast<const char*>(data) + at;
+    const int64_t bytes = data == matrix.values ? kBytesAhead : kBytesAhead / 8;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-  };
-  const int64_t elements = row * matrix.columns;
-  prefetch_lines(matrix.values, matrix.bits == 0 ? elements * bytes_of(matrix.dtype) : elements * matrix.bits / 8, kBytesAhead);
-  if (matrix.bits == 0) return;
-  const int64_t of_groups = elements / matrix.group * bytes_of(matrix.dtype);
-  prefetch_lines(matrix.scales, of_groups, kBytesAhead / 8);
-  prefetch_lines(matrix.minima, of_groups, kBytesAhead / 8);
+  });
 }
 
 // Divides items * columns, in steps of `step`, evenly among threads; calls work(item, begin, end).

@@ -25,28 +25,44 @@ constexpr int64_t kRowsForFixedVectorsBesideTiles = 2;
 
 // Fixed-point x does not round dequantized values. A device does, and in large groups these errors add up: with groups of 4096
 // and an x whose mean is half its deviation bfloat16 results differ by 0.7 %, with 64 by 0.2 %.
-bool fixed_in_tiles(const Matrix& matrix) { return matrix.bits != 0 && matrix.group % 32 == 0 && matrix.group <= 256; }
+bool has_integer_codes(const Matrix& matrix) {
+  const bool integers = matrix.codes == Codes::int4 || matrix.codes == Codes::int8 || matrix.codes == Codes::e2m1;
+  return integers && matrix.group <= 256 && matrix.columns % matrix.group == 0;
+}
 
-bool fixed_in_vectors(const Matrix& matrix) { return fixed_in_tiles(matrix) && (matrix.group & (matrix.group - 1)) == 0; }
+bool fixed_in_tiles(const Matrix& matrix) { return has_integer_codes(matrix) && matrix.group % 32 == 0; }
 
-// Up to this M fixed-point tiles are faster than codes with bfloat16 scales that are dequantized once for all rows of x.
+bool fixed_in_vectors(const Matrix& matrix) {
+  const int64_t least = matrix.codes == Codes::e2m1 ? 16 : 32;
+  return has_integer_codes(matrix) && matrix.group >= least && (matrix.group & (matrix.group - 1)) == 0;
+}
+
+// Whether codes can be dequantized to bfloat16, 32 columns at a time.
+bool in_strips(const Matrix& matrix) {
+  const bool whole = matrix.group % 32 == 0 || (matrix.codes == Codes::e2m1 && matrix.group == 16);
+  return matrix.codes != Codes::plain && matrix.dtype == Dtype::bfloat16 && whole && matrix.columns % 32 == 0;
+}
+
+// Up to this M fixed-point tiles are faster than codes of bfloat16 models that are dequantized once for all rows of x.
 int64_t rows_for_fixed_tiles(const Matrix& matrix) {
   if (!fixed_in_tiles(matrix) || without(kFixedTiles)) return kRowsForVectors;
-  return matrix.bits == 8 ? 16 : 8;
+  return bits_of(matrix.codes) == 8 ? 16 : 8;
 }
 
 Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   if (instructions == Instructions::portable || matrix.dtype == Dtype::float32) return Form::float32;
   if (instructions == Instructions::avx2) {
-    return count <= kRowsForNarrow && fixed_in_vectors(matrix) && !without(kNarrow) ? Form::fixed : Form::float32;
+    const bool fixed = count <= kRowsForNarrow && fixed_in_vectors(matrix) && matrix.columns % 32 == 0;
+    return fixed && !without(kNarrow) ? Form::fixed : Form::float32;
   }
   const bool bfloat16 = matrix.dtype == Dtype::bfloat16;
   if (instructions == Instructions::amx) {
-    if (matrix.bits == 0 && count > kRowsForVectors && !without(bfloat16 ? kTiles : kSplitTiles)) {
+    if (matrix.codes == Codes::plain && count > kRowsForVectors && !without(bfloat16 ? kTiles : kSplitTiles)) {
       return bfloat16 ? Form::tiles : Form::split_tiles;
     }
-    const bool strips = matrix.bits != 0 && bfloat16 && matrix.group % 32 == 0;
-    if (strips && count > rows_for_fixed_tiles(matrix) && !without(kDequantizedTiles)) return Form::dequantized_tiles;
+    if (in_strips(matrix) && count > rows_for_fixed_tiles(matrix) && !without(kDequantizedTiles)) {
+      return Form::dequantized_tiles;
+    }
     if (fixed_in_tiles(matrix) && count > kRowsForFixedVectorsBesideTiles && !without(kFixedTiles)) return Form::fixed_tiles;
   }
   if (count <= kRowsForVectors && fixed_in_vectors(matrix) && !without(kFixedVectors)) return Form::fixed;
@@ -54,10 +70,11 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
 }
 
 Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions) {
+  const int64_t bits = bits_of(matrix.codes);
   Layout layout = {
-      form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), matrix.bits, matrix.group, 1, 1, 1, 1};
+      form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), bits, matrix.group, 1, 1, 1, 1};
   if (layout.form == Form::fixed || layout.form == Form::fixed_tiles) {
-    layout.x_groups = matrix.group % 64 == 0 ? 1 : 2;
+    layout.x_groups = matrix.group % 64 == 0 ? 1 : matrix.group % 32 == 0 ? 2 : 4;
     if (layout.form == Form::fixed) return layout;
     const int64_t room = kTileRows / 2 / layout.x_groups;  // rows of x whose terms and x groups are beside each other
     layout.inputs = count <= room || without(kTwoInputs) ? 1 : 2;
@@ -65,14 +82,16 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     layout.width = layout.inputs == 2 ? 2 * room : room / layout.pack;
   } else if (layout.form == Form::dequantized_tiles) {
     const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
-    layout.pairs = matrix.bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
+    layout.pairs = bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
   } else if (layout.form == Form::split_tiles) {
     layout.pairs = 32;
-  } else if (layout.form == Form::float32 && matrix.bits != 0) {
+  } else if (layout.form == Form::float32 && bits != 0) {
     const int64_t lanes = instructions == Instructions::portable ? 4 : instructions == Instructions::avx2 ? 8 : 16;
-    const int64_t vector = matrix.bits == 4 ? 2 * lanes : lanes;
-    layout.vectors = matrix.group % vector == 0;
-    layout.pairs = matrix.bits == 4 && layout.vectors ? vector : 0;
+    const int64_t vector = bits == 4 ? 2 * lanes : lanes;
+    const bool whole = matrix.columns % vector == 0 || matrix.codes == Codes::e4m3;
+    layout.vectors = whole && matrix.group % vector == 0;
+    if (matrix.codes == Codes::e2m1 && matrix.group == lanes) layout.vectors = true;
+    layout.pairs = bits == 4 && layout.vectors ? vector : 0;
   }
   return layout;
 }

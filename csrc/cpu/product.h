@@ -3,10 +3,10 @@
 //
 //   out[m][r] = sum_k x[m][k] * W[r][k]
 //
-// W is plain or codes in groups: W[r][k] = code * scale + minimum (zero_inference/kernels/quantization.py), rounded to the
-// dtype of the scale, as on a device; an int4 pair has the even element in its low nibble. Sums are float32. x is rounded to
-// bfloat16 for a bfloat16 weight in AMX tiles, and never below float16's precision for the others. The caller gives each of its
-// threads ranges of rows of W.
+// W is plain or codes in groups, whose values zero_inference/kernels/formats.py defines. Forms that dequantize round values to
+// the model's dtype, as on a device; of a pair of 4-bit codes the even one has the low nibble. Sums are float32. x is rounded
+// to bfloat16 for a bfloat16 weight in AMX tiles, and never below float16's precision for the others. The caller gives each of
+// its threads ranges of rows of W.
 
 #pragma once
 
@@ -17,9 +17,20 @@
 
 namespace zero_inference::cpu {
 
-enum class Dtype : int32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
+// Models and plain weights have the first three; scales the first five; zero points uint8.
+enum class Dtype : int32_t { float32 = 0, float16 = 1, bfloat16 = 2, e8m0 = 3, e4m3 = 4, uint8 = 5 };
 
-static inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+static constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : dtype >= Dtype::e8m0 ? 1 : 2; }
+
+// Codes of zero_inference/kernels/formats.py.
+enum class Codes : int32_t { plain = -1, int4 = 0, int8 = 1, e2m1 = 2, e4m3 = 3 };
+
+// Of an element or code; 0 for plain weights.
+static constexpr int64_t bits_of(Codes codes) {
+  return codes == Codes::plain ? 0 : codes == Codes::int4 || codes == Codes::e2m1 ? 4 : 8;
+}
+
+enum class Offsets : int32_t { none = 0, minima = 1, zero_points = 2 };
 
 // float16 and bfloat16 as bits, to and from float32, without branches.
 ZI_INLINE float from_bits(uint32_t bits) {
@@ -60,10 +71,31 @@ ZI_INLINE uint16_t float16_bits(float value) {
   return static_cast<uint16_t>(sign | (bits >= 0x477ff000u ? large : bits < 0x38800000u ? small : normal));
 }
 
+// 2^(bits - 127); 255 is not a number.
+ZI_INLINE float e8m0_value(uint8_t bits) {
+  return from_bits(bits == 0 ? 0x400000u : bits == 255 ? 0x7fc00000u : static_cast<uint32_t>(bits) << 23);
+}
+
+// A 256th of the value, exact, as bits of float16: exponents differ by 8. Not numbers count as 480.
+ZI_INLINE uint16_t e4m3_half_bits(uint8_t bits) { return static_cast<uint16_t>((bits & 0x80u) << 8 | (bits & 0x7fu) << 7); }
+
 static inline float element(const void* values, Dtype dtype, int64_t index) {
   if (dtype == Dtype::float32) return static_cast<const float*>(values)[index];
+  if (dtype >= Dtype::e8m0) {
+    const uint8_t byte = static_cast<const uint8_t*>(values)[index];
+    return dtype == Dtype::e8m0   ? e8m0_value(byte)
+           : dtype == Dtype::e4m3 ? float16_value(e4m3_half_bits(byte)) * 256
+                                  : static_cast<float>(byte);
+  }
   const uint16_t bits = static_cast<const uint16_t*>(values)[index];
   return dtype == Dtype::float16 ? float16_value(bits) : bfloat16_value(bits);
+}
+
+// The number that a code stands for; of E4M3 a 256th.
+static inline float number_of(Codes codes, int code) {
+  constexpr float kE2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  if (codes == Codes::e2m1) return code < 8 ? kE2m1[code] : -kE2m1[code - 8];
+  return codes == Codes::e4m3 ? float16_value(e4m3_half_bits(static_cast<uint8_t>(code))) : static_cast<float>(code);
 }
 
 // Ascending: each includes those before it. avx512 is F, BW, DQ, VL, VNNI and BF16 (Cooper Lake, Sapphire Rapids, Zen 4 and
@@ -73,21 +105,47 @@ enum class Instructions : int32_t { portable = 0, avx2 = 1, avx512 = 2, amx = 3 
 // The best that processor and operating system support. Requests permission for AMX where the system requires it.
 Instructions best_instructions();
 
+// A weight; zero_inference/cpu/products.py has the same fields.
 struct Matrix {
-  const void* values;  // rows x columns, row-major: elements of `dtype`, or codes of `bits`
-  const void* scales;  // rows x columns / group, of `dtype`; null for a plain weight
-  const void* minima;  // as many
-  int64_t rows, columns, group;
-  int32_t bits;  // 8 or 4; 0 for a plain weight
-  Dtype dtype;
+  const void* values;       // rows x columns, row-major: elements of `dtype`, or codes
+  const void* scales;       // rows / group_rows x groups of a row, of `scale_dtype`; null: none
+  const void* offsets;      // as many: minima of `scale_dtype`, or zero points in uint8; null: none
+  const float* row_scales;  // a factor of the scales of each row; null: none
+  int64_t rows, columns;
+  int64_t group;       // columns that share a scale, not 0 for codes; only with E4M3 may the last one of a row be smaller
+  int64_t group_rows;  // rows that share scales
+  Codes codes;
+  Dtype scale_dtype;
+  Offsets offset_kind;
+  int32_t divides;  // whether scales are divided by `row_scales`
+  Dtype dtype;      // of the model: of plain elements and of dequantized values
 };
 
-// Bytes of a stored row, scales and minima included.
-static inline int64_t row_bytes(const Matrix& matrix) {
-  const int64_t size = bytes_of(matrix.dtype);
-  return matrix.bits == 0 ? matrix.columns * size
-                          : matrix.columns * matrix.bits / 8 + 2 * (matrix.columns / matrix.group) * size;
+// Calls work(address, offset in bytes, bytes) for each tensor that rows [first, last) read.
+template <typename Work>
+static inline void for_tensors(const Matrix& matrix, int64_t first, int64_t last, const Work& work) {
+  const int64_t bits = matrix.codes == Codes::plain ? 8 * bytes_of(matrix.dtype) : bits_of(matrix.codes);
+  if (matrix.scales != nullptr) {
+    const int64_t groups = (matrix.columns + matrix.group - 1) / matrix.group;
+    const int64_t from = first / matrix.group_rows * groups;
+    const int64_t count = (last + matrix.group_rows - 1) / matrix.group_rows * groups - from;
+    const int64_t scale_bytes = bytes_of(matrix.scale_dtype);
+    const int64_t offset_bytes = matrix.offset_kind == Offsets::minima ? scale_bytes : 1;
+    work(matrix.scales, from * scale_bytes, count * scale_bytes);
+    if (matrix.offsets != nullptr) work(matrix.offsets, from * offset_bytes, count * offset_bytes);
+  }
+  if (matrix.row_scales != nullptr) work(matrix.row_scales, first * 4, (last - first) * 4);
+  work(matrix.values, first * matrix.columns * bits / 8, (last - first) * matrix.columns * bits / 8);
 }
+
+static inline int64_t stored_bytes(const Matrix& matrix) {
+  int64_t total = 0;
+  for_tensors(matrix, 0, matrix.rows, [&](const void*, int64_t, int64_t bytes) { total += bytes; });
+  return total;
+}
+
+// Bytes of a stored row, scales and offsets included.
+static inline int64_t row_bytes(const Matrix& matrix) { return stored_bytes(matrix) / (matrix.rows > 0 ? matrix.rows : 1); }
 
 // Bytes of the prepared input of `count` rows; a multiple of 64.
 size_t input_bytes(const Matrix& matrix, int64_t count, Instructions instructions);

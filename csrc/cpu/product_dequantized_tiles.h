@@ -4,11 +4,11 @@
 // the step before is multiplied from the other: a fourth of the products of 32 columns, then two rows, so that neither waits.
 // Four tiles hold the sums of a piece; with more than 32 rows of x they are loaded and stored for each step.
 //
-// int4: the 16 values of a group, twice, are a look-up table of 32 words. Index bit 4 is irrelevant then, so a rotation by 0,
+// 4 bits: the 16 values of a group, twice, are a look-up table of 32 words. Index bit 4 is irrelevant then, so a rotation by 0,
 // 4, 8 or 12 bits brings each of a word's four nibbles to the index of one of four copies of the word. Of 64 nibbles the first
 // vector has the first and then the second nibbles of 16 words, the second vector the third and fourth; of 32 (groups not
-// multiples of 64) one vector has the first to fourth of 8 words. x is prepared in this order. int8 is converted in column
-// order.
+// multiples of 64) one vector has the first to fourth of 8 words. x is prepared in this order. With groups of 16 the table has
+// the values of two groups, and index bit 4 says whose word it is. Bytes are converted in column order.
 
 #pragma once
 
@@ -27,25 +27,32 @@ inline __m512i to_bfloat16(Vector one, Vector two) { return (__m512i)_mm512_cvtn
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
 constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // after the scales
 
-// kTables: tables or scales per step of 128 columns: 1 (groups of whole steps), 2 (groups of 64), 4 (one per 32 columns).
-template <int kBits, int kTables>
+// kTables: tables or scales per step of 128 columns: 1 (groups of whole steps), 2 (groups of 64), 4 (one per 32 columns), 8
+// (groups of 16, two in a table).
+template <Codes kCodes, int kTables>
 struct RowCodes {
+  static constexpr int kBits = bits_of(kCodes);
   static constexpr int kUnit = kBits == 4 && kTables < 4 ? 64 : 32;  // columns that are dequantized together
   static constexpr int kUnits = kStep / kUnit;
 
   struct Group {
-    __m512i table;          // of int4
-    Vector scale, minimum;  // of int8
+    __m512i table;          // of 4 bits
+    Vector scale, minimum;  // of bytes
   };
+
+  [[gnu::always_inline]] static inline Vector values(const float* scale) {
+    if constexpr (kCodes == Codes::e2m1) return _mm512_mul_ps(numbers<kCodes>(), broadcast(scale[0]));
+    return multiply_add(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
+  }
 
   [[gnu::always_inline]] static inline Group group_at(const float* scale) {
     Group group;
     if constexpr (kBits == 4) {
-      const Vector values = multiply_add(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
-      group.table = to_bfloat16(values, values);
+      const Vector first = values(scale);
+      group.table = to_bfloat16(first, kTables == 8 ? values(scale + 1) : first);
     } else {
       group.scale = broadcast(scale[0]);
-      group.minimum = broadcast(scale[kMinimaAt]);
+      if constexpr (kCodes == Codes::int8) group.minimum = broadcast(scale[kMinimaAt]);
     }
     return group;
   }
@@ -56,14 +63,28 @@ struct RowCodes {
 
   // One unit of a row.
   [[gnu::always_inline]] static inline void dequantize(const char* p, const Group& group, char* out) {
-    if constexpr (kBits == 8) {
+    if constexpr (kCodes == Codes::e4m3) {
+      const __m128i* const codes = reinterpret_cast<const __m128i*>(p);
+      const Vector one = _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(codes)), group.scale);
+      const Vector two = _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(codes + 1)), group.scale);
+      _mm512_store_si512(out, to_bfloat16(one, two));
+    } else if constexpr (kBits == 8) {
       const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
       const Vector one = multiply_add(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum);
       const Vector two = multiply_add(_mm512_cvtepi32_ps(bytes(codes + 16)), group.scale, group.minimum);
       _mm512_store_si512(out, to_bfloat16(one, two));
     } else if constexpr (kUnit == 32) {
-      const __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-      look_up_words(words, _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12), group.table, out);
+      __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      const __m512i counts = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+      if constexpr (kTables == 8) {
+        constexpr int kAndOr = 0xea;  // (a & b) | c
+        const __m512i nibbles = _mm512_set1_epi32(0xf000f),
+                      second = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 0x100010, 0x100010));
+        words = _mm512_ternarylogic_epi32(_mm512_rorv_epi32(words, counts), nibbles, second, kAndOr);
+        _mm512_store_si512(out, _mm512_permutexvar_epi16(words, group.table));
+      } else {
+        look_up_words(words, counts, group.table, out);
+      }
     } else {
       const __m512i words = _mm512_broadcast_i64x4(load_32_bytes(p));
       look_up_words(words, _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4), group.table, out);
@@ -74,9 +95,9 @@ struct RowCodes {
 };
 
 // Rows of a step, dequantized one by one.
-template <int kBits, int kTables>
+template <Codes kCodes, int kTables>
 struct Rows {
-  using Parts = RowCodes<kBits, kTables>;
+  using Parts = RowCodes<kCodes, kTables>;
 
   const char* codes;  // of the row
   int64_t codes_bytes;
@@ -91,7 +112,7 @@ struct Rows {
       char* const out = panel + unit * (Parts::kUnit / 32) * kBlockStride;
       if (unit * Parts::kUnit < columns) {
         if (unit * kTables % Parts::kUnits == 0) group = Parts::group_at(scales + unit * kTables / Parts::kUnits);
-        Parts::dequantize(codes + unit * Parts::kUnit * kBits / 8, group, out);
+        Parts::dequantize(codes + unit * Parts::kUnit * Parts::kBits / 8, group, out);
       } else {
         for (int i = 0; i < Parts::kUnit / 32; ++i) _mm512_store_si512(out + i * kBlockStride, _mm512_setzero_si512());
       }
@@ -105,14 +126,13 @@ struct Rows {
 struct DequantizedScratch {
   // Of a step. The two panels differ in the low 12 bits of their addresses (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
-  // Scales of each row for kScalesColumns, converted for several pieces.
+  // Scales of each row, converted for several pieces.
   float scales[kDequantizedStrips][kPanelRows][kLanes];
   float minima[kDequantizedStrips][kPanelRows][kLanes];
   char totals[kDequantizedStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
 };
 static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "product_layout.h has the size");
 
-constexpr int64_t kScalesColumns = 32 * kLanes;
 constexpr int64_t kDequantizedTokens = 2 * 2 * kTileRows;  // rows of x
 
 // A step to multiply.
@@ -124,10 +144,12 @@ struct Dequantized {
 };
 
 // kCodeRows rows of the weight, up to four tiles of x.
-template <int kInputTiles, int kBits, int kTables>
+template <int kInputTiles, Codes kCodes, int kTables>
 struct DequantizedPass {
-  static constexpr int kPairs = (kInputTiles + 1) / 2;  // of tiles of x
-  static constexpr int64_t kPieceColumns = kDequantizedColumns / kPairs;
+  static constexpr int kBits = bits_of(kCodes);
+  static constexpr int kPairs = (kInputTiles + 1) / 2;                          // of tiles of x
+  static constexpr int64_t kScalesColumns = (kTables == 8 ? 16 : 32) * kLanes;  // whose scales a vector has
+  static constexpr int64_t kPieceColumns = kTables == 8 ? kScalesColumns : kDequantizedColumns / kPairs;
   static constexpr int kPrefetchesInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
 
   using Prefetching = Prefetcher<kPieceColumns, kBits>;
@@ -139,7 +161,6 @@ struct DequantizedPass {
   const char* input;  // its tiles, `input_stride` bytes apart
 
   int64_t input_stride = layout.columns / 32 * kTileBytes;
-  int64_t groups = groups_in(matrix, matrix.columns);
 
   DequantizedPass(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
                   const char* input)
@@ -159,25 +180,14 @@ struct DequantizedPass {
   }
 
   void convert(const Piece& piece) const {
-    const int64_t at = scale_bytes(matrix, piece.row, piece.k);
-    const int64_t left = groups - groups_in(matrix, piece.k);
-    const char* scales = static_cast<const char*>(matrix.scales) + at;
-    const char* minima = static_cast<const char*>(matrix.minima) + at;
     const __m512i groups_of_blocks = groups_from(piece.k);
+    const bool spread = kTables == 4 && matrix.group != 32;  // to 16 blocks of 32 columns
     float* const to = scratch.scales[strip_of(piece)][0];
-    for (int64_t r = 0; r < pieces.rows_of(piece); ++r, scales += groups * 2, minima += groups * 2) {
-      Vector scale = left >= kLanes ? from_bfloat16(scales) : from_part<Dtype::bfloat16>(scales, left);
-      Vector minimum = left >= kLanes ? from_bfloat16(minima) : from_part<Dtype::bfloat16>(minima, left);
-      if (kTables == 4 && matrix.group != 32) {
-        scale = _mm512_permutexvar_ps(groups_of_blocks, scale);
-        minimum = _mm512_permutexvar_ps(groups_of_blocks, minimum);
-      }
-      store(to + r * kLanes, scale);
-      store(to + r * kLanes + kMinimaAt, minimum);
-    }
+    convert_rows<false>(matrix, piece.row, pieces.rows_of(piece), groups_in(matrix, piece.k), to, to + kMinimaAt,
+                        spread ? &groups_of_blocks : nullptr);
   }
 
-  Rows<kBits, kTables> rows_at(const Piece& step, int panel) const {
+  Rows<kCodes, kTables> rows_at(const Piece& step, int panel) const {
     const int64_t first = step.k / kScalesColumns * kScalesColumns;
     const int64_t scale =
         kTables > 1 ? (step.k - first) / (kStep / kTables) : groups_in(matrix, step.k) - groups_in(matrix, first);
@@ -187,7 +197,7 @@ struct DequantizedPass {
 
   // A fourth of a block's products, and its share of kRows rows to dequantize.
   template <int kTiles, int kPart, int kRows>
-  [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, Rows<kBits, kTables>& rows,
+  [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, Rows<kCodes, kTables>& rows,
                                              Prefetching& prefetcher) const {
     constexpr int kRowsInBlock = kRows / (kStep / 32 * kPairs);
     multiply_part<kTiles, kPart, true>(second, block, x, input_stride);
@@ -199,7 +209,7 @@ struct DequantizedPass {
   }
 
   template <int kPair, int kRows>
-  [[gnu::always_inline]] inline void multiply(const Dequantized& step, Rows<kBits, kTables>& rows,
+  [[gnu::always_inline]] inline void multiply(const Dequantized& step, Rows<kCodes, kTables>& rows,
                                               Prefetching& prefetcher) const {
     constexpr int kTiles = kInputTiles - 2 * kPair >= 2 ? 2 : 1;
     char* const totals = step.totals + kPair * kSumsBytes;
@@ -216,13 +226,13 @@ struct DequantizedPass {
   }
 
   template <int kRows>
-  [[gnu::noinline]] void multiply(const Dequantized& step, Rows<kBits, kTables> rows, Prefetching& prefetcher) const {
+  [[gnu::noinline]] void multiply(const Dequantized& step, Rows<kCodes, kTables> rows, Prefetching& prefetcher) const {
     multiply<0, kRows>(step, rows, prefetcher);
     if constexpr (kPairs == 2) multiply<1, kRows>(step, rows, prefetcher);
   }
 
   // Partial steps, or nothing to multiply yet.
-  [[gnu::noinline]] void dequantize(const Piece& step, Rows<kBits, kTables> rows) const {
+  [[gnu::noinline]] void dequantize(const Piece& step, Rows<kCodes, kTables> rows) const {
     for (int64_t r = 0; r < pieces.rows_of(step); ++r) rows.next(step.end - step.k);
   }
 
@@ -254,7 +264,7 @@ struct DequantizedPass {
         if (step.row < pieces.last && step.k % kScalesColumns == 0) convert(step);
       }
       const bool more = step.row < pieces.last;
-      const Rows<kBits, kTables> rows = more ? rows_at(step, panel) : Rows<kBits, kTables>{};
+      const Rows<kCodes, kTables> rows = more ? rows_at(step, panel) : Rows<kCodes, kTables>{};
       const int64_t whole = more && step.end - step.k >= kStep ? pieces.rows_of(step) : 0;
       if (whole == kPanelRows) {
         multiply<kPanelRows>(now, rows, prefetcher);
@@ -271,12 +281,17 @@ struct DequantizedPass {
 template <int kInputTiles>
 void multiply_dequantized(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
                           const char* input, int64_t end_row) {
-  if (matrix.bits == 8) return DequantizedPass<kInputTiles, 8, 4>(matrix, layout, scratch, first, last, input).run(end_row);
-  if (layout.pairs == 32) return DequantizedPass<kInputTiles, 4, 4>(matrix, layout, scratch, first, last, input).run(end_row);
-  if (matrix.group == 64) {
-    return DequantizedPass<kInputTiles, 4, 2>(matrix, layout, scratch, first, last, input).run(end_row);
-  }
-  DequantizedPass<kInputTiles, 4, 1>(matrix, layout, scratch, first, last, input).run(end_row);
+  const auto run = [&](auto codes, auto tables) {
+    DequantizedPass<kInputTiles, codes.value, tables.value>(matrix, layout, scratch, first, last, input).run(end_row);
+  };
+  const auto run_nibbles = [&](auto codes) {
+    if (layout.pairs == 32) return run(codes, Constant<4>{});
+    matrix.group == 64 ? run(codes, Constant<2>{}) : run(codes, Constant<1>{});
+  };
+  if (matrix.codes == Codes::int8) return run(Constant<Codes::int8>{}, Constant<4>{});
+  if (matrix.codes == Codes::e4m3) return run(Constant<Codes::e4m3>{}, Constant<4>{});
+  if (matrix.codes == Codes::int4) return run_nibbles(Constant<Codes::int4>{});
+  matrix.group == 16 ? run(Constant<Codes::e2m1>{}, Constant<8>{}) : run_nibbles(Constant<Codes::e2m1>{});
 }
 
 void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,

@@ -31,24 +31,20 @@ struct PlainFloat32 {
   }
 };
 
-template <Dtype kDtype>
-struct Int8Float32 : PlainFloat32<kDtype> {
+template <Codes kCodes, Dtype kDtype>
+struct CodesFloat32 : PlainFloat32<kDtype> {
   static constexpr bool kGrouped = true;
-  static constexpr int64_t kBytes = kLanes;
-  static Group group(float scale, float minimum) { return group_of<kDtype>(scale, minimum); }
+  static constexpr int kVectors = bits_of(kCodes) == 4 ? 2 : 1;
+  static constexpr int64_t kColumns = kVectors * kLanes, kBytes = kLanes;
+  static constexpr bool kHasTail = kCodes == Codes::e4m3;  // a row may end within a chunk
+  static Group group(float scale, float minimum) { return group_of<kCodes, kDtype>(scale, minimum); }
   static void unpack(const char* p, const Group* group, Vector* weight) {
-    weight[0] = dequantize_int8<kDtype>(reinterpret_cast<const uint8_t*>(p), *group);
-  }
-};
-
-template <Dtype kDtype>
-struct Int4Float32 : PlainFloat32<kDtype> {
-  static constexpr bool kGrouped = true;
-  static constexpr int kVectors = 2;
-  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kLanes;
-  static Group group(float scale, float minimum) { return group_of<kDtype>(scale, minimum); }
-  static void unpack(const char* p, const Group* group, Vector* weight) {
-    dequantize_int4<kDtype>(reinterpret_cast<const uint8_t*>(p), *group, weight[0], weight[1]);
+    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
+    if constexpr (kVectors == 2) {
+      dequantize_nibbles<kCodes, kDtype>(codes, *group, weight[0], weight[1]);
+    } else {
+      weight[0] = dequantize_bytes<kCodes, kDtype>(codes, *group);
+    }
   }
 };
 
@@ -86,6 +82,18 @@ inline void multiply_direct(Direct<kCount, kRowsHere>& work, int64_t columns, co
   }
 }
 
+// The last `bytes` of each row, which fill no chunk: x is zero after them.
+template <class Format, int kCount, int kRowsHere>
+inline void multiply_tail(Direct<kCount, kRowsHere>& work, int64_t bytes, const Group* groups) {
+  char tails[kRowsHere][Format::kBytes] = {};
+  for (int r = 0; r < kRowsHere; ++r) {
+    __builtin_memcpy(tails[r], work.values[r], static_cast<size_t>(bytes));
+    work.values[r] = tails[r];
+    work.ahead[r] = 0;
+  }
+  multiply_direct<Format>(work, Format::kColumns, groups);
+}
+
 template <class Format, int kCount, int kRowsHere>
 inline void direct_groups(const Matrix& matrix, const int64_t* rows, Direct<kCount, kRowsHere>& work) {
   int64_t left = matrix.group;
@@ -99,7 +107,13 @@ inline void direct_groups(const Matrix& matrix, const int64_t* rows, Direct<kCou
       Group groups[kRowsHere];
 #pragma GCC unroll 4
       for (int r = 0; r < kRowsHere; ++r) groups[r] = Format::group(scales[r].scale[index], scales[r].minimum[index]);
-      multiply_direct<Format>(work, some, groups);
+      if constexpr (Format::kHasTail) {
+        const int64_t tail = some % Format::kColumns;
+        multiply_direct<Format>(work, some - tail, groups);
+        if (tail > 0) multiply_tail<Format>(work, tail, groups);
+      } else {
+        multiply_direct<Format>(work, some, groups);
+      }
       i += some;
       left -= some;
       if (left == 0) {
@@ -114,15 +128,7 @@ template <class Format, int kCount, int kRowsHere>
 inline void direct_plain(const Matrix& matrix, Direct<kCount, kRowsHere>& work) {
   const int64_t whole = matrix.columns / Format::kColumns * Format::kColumns;
   multiply_direct<Format>(work, whole, nullptr);
-  if (whole == matrix.columns) return;
-  char tails[kRowsHere][Format::kBytes] = {};
-  for (int r = 0; r < kRowsHere; ++r) {
-    const int64_t bytes = (matrix.columns - whole) * bytes_of(matrix.dtype);
-    __builtin_memcpy(tails[r], work.values[r], static_cast<size_t>(bytes));
-    work.values[r] = tails[r];
-    work.ahead[r] = 0;
-  }
-  multiply_direct<Format>(work, Format::kColumns, nullptr);
+  if (whole < matrix.columns) multiply_tail<Format>(work, (matrix.columns - whole) * bytes_of(matrix.dtype), nullptr);
 }
 
 template <class Format, int kCount, int kRowsHere>
@@ -170,12 +176,18 @@ inline void direct(const Matrix& matrix, const Layout& layout, int64_t count, co
 
 void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                      float* out, int64_t stride, char* scratch) {
-  const bool is_direct = count <= kDirectCount && (matrix.bits == 0 || layout.vectors) && !without(kDirect);
-  if (!is_direct) return product_in_vectors(matrix, layout, count, input, first, last, out, stride, scratch);
+  const bool four_bits = bits_of(matrix.codes) == 4;
+  const bool fits = matrix.codes == Codes::plain || (layout.vectors && matrix.group % ((four_bits ? 2 : 1) * kLanes) == 0);
+  if (count > kDirectCount || !fits || without(kDirect)) {
+    return product_in_vectors(matrix, layout, count, input, first, last, out, stride, scratch);
+  }
   with_dtype(matrix.dtype, [&](auto dtype) {
-    const auto multiply = matrix.bits == 0   ? direct<PlainFloat32<dtype.value>>
-                          : matrix.bits == 8 ? direct<Int8Float32<dtype.value>>
-                                             : direct<Int4Float32<dtype.value>>;
+    constexpr Dtype kDtype = dtype.value;
+    const auto multiply = matrix.codes == Codes::plain  ? direct<PlainFloat32<kDtype>>
+                          : matrix.codes == Codes::int8 ? direct<CodesFloat32<Codes::int8, kDtype>>
+                          : matrix.codes == Codes::int4 ? direct<CodesFloat32<Codes::int4, kDtype>>
+                          : matrix.codes == Codes::e2m1 ? direct<CodesFloat32<Codes::e2m1, kDtype>>
+                                                        : direct<CodesFloat32<Codes::e4m3, Dtype::float32>>;
     multiply(matrix, layout, count, input, first, last, out, stride);
   });
 }

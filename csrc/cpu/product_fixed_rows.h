@@ -3,6 +3,7 @@
 #pragma once
 
 #include "product_layout.h"
+#include "product_vectors.h"
 #include "simd.h"
 
 namespace zero_inference::cpu {
@@ -12,42 +13,47 @@ constexpr int64_t kAhead = 4096;  // bytes, at least, of prefetch distance
 
 struct TwoRows {
   const char* codes[2];
-  const char* scales[2];
-  const char* minima[2];
-  int64_t ahead, scales_ahead;
+  RowScales scales[2];
+  int64_t ahead, groups_ahead;  // of what is prefetched: bytes of codes, and groups
 };
 
 // Calls work(rows, row) for rows [first, last), two at a time; an odd last one twice.
-template <int kBits, typename Function>
+template <Codes kCodes, typename Function>
 [[gnu::always_inline]] inline void for_two_rows(const Matrix& matrix, int64_t first, int64_t last, const Function& work) {
-  const int64_t row_bytes = matrix.columns * kBits / 8, row_scales = groups_in(matrix, matrix.columns) * 2;
+  const int64_t row_bytes = matrix.columns * bits_of(kCodes) / 8;
   const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2);
   for (int64_t row = first; row < last; row += 2) {
     TwoRows rows;
     for (int r = 0; r < 2; ++r) {
       const int64_t here = row + r < last ? row + r : row;
       rows.codes[r] = values_at(matrix, here, 0);
-      rows.scales[r] = static_cast<const char*>(matrix.scales) + here * row_scales;
-      rows.minima[r] = static_cast<const char*>(matrix.minima) + here * row_scales;
+      rows.scales[r] = RowScales(matrix, here, 0);
     }
     const bool more = row + 1 + rows_ahead < last;
     rows.ahead = more ? rows_ahead * row_bytes : 0;
-    rows.scales_ahead = more ? rows_ahead * row_scales : 0;
+    rows.groups_ahead = more ? rows_ahead * row_groups(matrix) : 0;
     work(rows, row);
   }
 }
 
 // Scales of the next `some` groups, from group g on; adds the products of minima and `sums`, of x over these groups.
-template <int kCount, Dtype kDtype>
-[[gnu::always_inline]] inline void take_groups(const TwoRows& rows, int64_t g, int64_t some, const char* sums, int64_t x_stride,
-                                               Vector* scales, Vector (*total)[kCount]) {
+template <int kCount, ScaleForm kForm>
+[[gnu::always_inline]] inline void take_groups(const Matrix& matrix, const TwoRows& rows, int64_t g, int64_t some,
+                                               const char* sums, int64_t x_stride, Vector* scales, Vector (*total)[kCount]) {
+  int64_t scale_bytes = 2, offset_bytes = 2;
+  if constexpr (kForm == ScaleForm::any) {
+    scale_bytes = bytes_of(matrix.scale_dtype);
+    offset_bytes = matrix.offset_kind == Offsets::zero_points ? 1 : scale_bytes;
+  }
 #pragma GCC unroll 2
   for (int r = 0; r < 2; ++r) {
-    const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
-    prefetch(scale + rows.scales_ahead);
-    prefetch(minimum + rows.scales_ahead);
-    scales[r] = some >= kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some);
-    const Vector minima = some >= kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
+    RowScales from_row = rows.scales[r];
+    from_row.scales += g * scale_bytes;
+    from_row.offsets += g * offset_bytes;
+    prefetch(from_row.scales + rows.groups_ahead * scale_bytes);
+    prefetch(from_row.offsets + rows.groups_ahead * offset_bytes);
+    Vector minima;
+    load_scales<kForm>(matrix, from_row, some, scales[r], minima);
 #pragma GCC unroll 4
     for (int m = 0; m < kCount; ++m) {
       total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);

@@ -37,14 +37,15 @@ inline FixedScratch& scratch_beside(const char* input, char* memory) {
   return *reinterpret_cast<FixedScratch*>(memory + ((input - memory) & (kPageBytes - 1)));
 }
 
-// 64 int4 codes as bytes: even columns, then odd ones.
+// 64 codes of 4 bits as bytes: even columns, then odd ones.
+template <Codes kCodes>
 inline void unpack_row(const char* p, char* row) {
   const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
   const __m512i codes = _mm512_srlv_epi32(_mm512_broadcast_i64x4(load_32_bytes(p)), shifts);
-  _mm512_store_si512(row, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+  _mm512_store_si512(row, integers<kCodes>(_mm512_and_si512(codes, _mm512_set1_epi8(15))));
 }
 
-struct Codes {
+struct CodeRows {
   const char* rows;
   int64_t stride;
 };
@@ -73,7 +74,7 @@ struct Unpacker {
       : matrix(matrix), pieces(pieces), prefetcher(matrix, pieces, end_row), copies(copies) {}
 
   // Codes of the next turn, at column k; after the last one their values are unused.
-  [[gnu::always_inline]] inline Codes begin() const {
+  [[gnu::always_inline]] inline CodeRows begin() const {
     if (__builtin_expect(rows == kTileRows && piece.end - k >= kTurn, 1)) return {codes, row_bytes};
     copy();
     return {copies, kTurnBytes};
@@ -111,7 +112,7 @@ struct Unpacker {
 
 // Multiplied in one turn, while the panel is filled anew.
 struct Turn {
-  Codes codes;
+  CodeRows codes;
   char* panel;
   const char* x;
 };
@@ -130,8 +131,9 @@ struct Scaling {
   const char* x_factors;
 };
 
-template <int kBits, int kXGroups, int kInputs, int kPack>
+template <Codes kCodes, int kXGroups, int kInputs, int kPack>
 struct FixedPass {
+  static constexpr int kBits = bits_of(kCodes);
   // A turn has kBlocks / kPack packs, each with kInputs tiles of sums.
   static constexpr int kPanels = kBits == 8 ? 0 : 2;
   static constexpr bool kShared = kPack * kXGroups > 1;  // columns have scales of their own
@@ -144,7 +146,6 @@ struct FixedPass {
   Pieces pieces;
   const char* input;      // tiles of x
   const char* x_factors;  // of packs
-  int64_t groups = groups_in(matrix, matrix.columns);
 
   FixedPass(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last, const char* input)
       : matrix(matrix),
@@ -153,19 +154,9 @@ struct FixedPass {
         input(input),
         x_factors(input + fixed_tile_bytes(layout)) {}
 
-  template <Dtype kDtype>
-  void convert(const Piece& piece) const {
-    const int64_t at = scale_bytes(matrix, piece.row, piece.k), left = groups - groups_in(matrix, piece.k);
-    const char* scales = static_cast<const char*>(matrix.scales) + at;
-    const char* minima = static_cast<const char*>(matrix.minima) + at;
-    for (int64_t r = 0; r < pieces.rows_of(piece); ++r, scales += groups * 2, minima += groups * 2) {
-      store(scratch.factors[0][r], left >= kLanes ? from<kDtype>(scales) : from_part<kDtype>(scales, left));
-      store(scratch.factors[1][r], left >= kLanes ? from<kDtype>(minima) : from_part<kDtype>(minima, left));
-    }
-  }
-
   [[gnu::noinline]] void convert(const Piece& piece) const {
-    matrix.dtype == Dtype::float16 ? convert<Dtype::float16>(piece) : convert<Dtype::bfloat16>(piece);
+    convert_rows<true>(matrix, piece.row, pieces.rows_of(piece), groups_in(matrix, piece.k), scratch.factors[0][0],
+                       scratch.factors[1][0]);
   }
 
   // Group of each column of the packs' sums.
@@ -242,7 +233,8 @@ struct FixedPass {
     if constexpr (kBits == 4) {
       const char* p = turn.codes.rows + kBlock * 32;
 #pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r, p += turn.codes.stride) unpack_row(p, turn.panel + kBlock * kTileBytes + r * 64);
+      for (int r = 0; r < kTileRows; ++r, p += turn.codes.stride)
+        unpack_row<kCodes>(p, turn.panel + kBlock * kTileBytes + r * 64);
     }
     unpacker.prefetch_rows();
     if constexpr (kBlock + 1 < kBlocks) advance<kBlock + 1>(turn, unpacker, scaling, totals);
@@ -266,11 +258,11 @@ struct FixedPass {
     const char* x[2] = {input, input};
     for (int i = 0; i < kPanels; ++i) {
       x[i] = x_at(unpacker.k);
-      const Codes codes = unpacker.begin();
+      const CodeRows codes = unpacker.begin();
       char* const panel = scratch.panel + i * kBlocks * kTileBytes;
       for (int block = 0; block < kBlocks; ++block) {
         for (int r = 0; r < kTileRows; ++r)
-          unpack_row(codes.rows + r * codes.stride + block * 32, panel + block * kTileBytes + r * 64);
+          unpack_row<kCodes>(codes.rows + r * codes.stride + block * 32, panel + block * kTileBytes + r * 64);
         unpacker.prefetch_rows();
       }
       unpacker.end();
@@ -325,20 +317,26 @@ inline void write_totals(const Layout& layout, const FixedScratch& scratch, int6
   }
 }
 
-template <int kBits, int kXGroups>
+template <Codes kCodes, int kXGroups>
 void multiply_fixed(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last,
                     const char* input, int64_t end_row) {
-  if (layout.inputs == 2) return FixedPass<kBits, kXGroups, 2, 1>(matrix, layout, scratch, first, last, input).run(end_row);
+  if (layout.inputs == 2) return FixedPass<kCodes, kXGroups, 2, 1>(matrix, layout, scratch, first, last, input).run(end_row);
   if constexpr (kXGroups == 1) {
-    if (layout.pack == 2) return FixedPass<kBits, 1, 1, 2>(matrix, layout, scratch, first, last, input).run(end_row);
+    if (layout.pack == 2) return FixedPass<kCodes, 1, 1, 2>(matrix, layout, scratch, first, last, input).run(end_row);
   }
-  FixedPass<kBits, kXGroups, 1, 1>(matrix, layout, scratch, first, last, input).run(end_row);
+  FixedPass<kCodes, kXGroups, 1, 1>(matrix, layout, scratch, first, last, input).run(end_row);
+}
+
+template <Codes kCodes>
+constexpr auto multiply_fixed_of(const Layout& layout) {
+  return layout.x_groups == 1 ? multiply_fixed<kCodes, 1> : multiply_fixed<kCodes, 2>;
 }
 
 void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                       float* out, int64_t stride, char* memory) {
-  const auto multiply = matrix.bits == 4 ? (layout.x_groups == 1 ? multiply_fixed<4, 1> : multiply_fixed<4, 2>)
-                                         : (layout.x_groups == 1 ? multiply_fixed<8, 1> : multiply_fixed<8, 2>);
+  const auto multiply = matrix.codes == Codes::int4   ? multiply_fixed_of<Codes::int4>(layout)
+                        : matrix.codes == Codes::e2m1 ? multiply_fixed_of<Codes::e2m1>(layout)
+                                                      : multiply_fixed_of<Codes::int8>(layout);
   FixedScratch& scratch = scratch_beside(input, memory);
   tiles_begin();
   const int64_t rows_together = code_rows(matrix);

@@ -72,10 +72,11 @@ struct GroupOfLane {
 };
 
 // kWhole: the chunk has all its bytes.
-template <int kCount, int kBits, bool kWhole>
+template <int kCount, Codes kCodes, bool kWhole>
 [[gnu::always_inline]] inline void add_chunk(const TwoRows& rows, int64_t at, int64_t bytes, __m512i groups,
                                              const Vector* scales, const char* x, const char* steps, int64_t x_stride,
                                              Vector (*total)[kCount]) {
+  constexpr int64_t kBits = bits_of(kCodes);
   const __m512i low = _mm512_set1_epi8(15);
   __m512i codes[2][2];
   Vector scale[2];
@@ -85,8 +86,8 @@ template <int kCount, int kBits, bool kWhole>
     prefetch(p + rows.ahead);
     codes[r][0] = kWhole ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << bytes) - 1, p);
     if constexpr (kBits == 4) {
-      codes[r][1] = _mm512_and_si512(_mm512_srli_epi16(codes[r][0], 4), low);
-      codes[r][0] = _mm512_and_si512(codes[r][0], low);
+      codes[r][1] = integers<kCodes>(_mm512_and_si512(_mm512_srli_epi16(codes[r][0], 4), low));
+      codes[r][0] = integers<kCodes>(_mm512_and_si512(codes[r][0], low));
     }
     scale[r] = _mm512_permutexvar_ps(groups, scales[r]);
   }
@@ -106,10 +107,11 @@ template <int kCount, int kBits, bool kWhole>
   }
 }
 
-template <int kCount, int kBits, Dtype kDtype>
+template <int kCount, Codes kCodes, ScaleForm kForm>
 [[gnu::always_inline]] inline void multiply_fixed(const Matrix& matrix, const Layout& layout, const TwoRows& rows,
                                                   const char* input, Vector (*total)[kCount]) {
-  const int64_t x_stride = input_stride(layout), groups = groups_in(matrix, matrix.columns);
+  constexpr int64_t kBits = bits_of(kCodes);
+  const int64_t x_stride = input_stride(layout), groups = row_groups(matrix);
   const int64_t row_bytes = matrix.columns * kBits / 8, span = kLanes * matrix.group * kBits / 8;
   GroupOfLane<kBits> of_lane(matrix.group);
   const char *x = input, *steps = input + steps_at(layout);
@@ -118,25 +120,25 @@ template <int kCount, int kBits, Dtype kDtype>
   for (int64_t g = 0; g < groups; g += kLanes, sums += kVectorBytes) {
     const int64_t some = groups - g;
     Vector scales[2];
-    take_groups<kCount, kDtype>(rows, g, some, sums, x_stride, scales, total);
+    take_groups<kCount, kForm>(matrix, rows, g, some, sums, x_stride, scales, total);
     of_lane.restart();
     const int64_t end = at + span < row_bytes ? at + span : row_bytes;
     for (; at + kChunkBytes <= end; at += kChunkBytes, steps += kVectorBytes, x += 2 * kChunkColumns<kBits>) {
-      add_chunk<kCount, kBits, true>(rows, at, 0, of_lane.lanes, scales, x, steps, x_stride, total);
+      add_chunk<kCount, kCodes, true>(rows, at, 0, of_lane.lanes, scales, x, steps, x_stride, total);
       of_lane.next();
     }
-    if (at < end) add_chunk<kCount, kBits, false>(rows, at, end - at, of_lane.lanes, scales, x, steps, x_stride, total);
+    if (at < end) add_chunk<kCount, kCodes, false>(rows, at, end - at, of_lane.lanes, scales, x, steps, x_stride, total);
   }
 }
 
-template <int kCount, int kBits, Dtype kDtype>
+template <int kCount, Codes kCodes, ScaleForm kForm>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
                       int64_t stride) {
-  for_two_rows<kBits>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
+  for_two_rows<kCodes>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
     Vector total[2][kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
-    multiply_fixed<kCount, kBits, kDtype>(matrix, layout, rows, input, total);
+    multiply_fixed<kCount, kCodes, kForm>(matrix, layout, rows, input, total);
 #pragma GCC unroll 4
     for (int m = 0; m < kCount; ++m) {
       out[m * stride + row - first] = sum(total[0][m]);
@@ -147,12 +149,11 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* in
 
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                              int64_t last, float* out, int64_t stride, char*) {
-  with_codes(matrix, [&](auto bits, auto dtype) {
-    constexpr int kBits = bits.value;
-    const auto multiply = count == 1   ? product_of_fixed<1, kBits, dtype.value>
-                          : count == 2 ? product_of_fixed<2, kBits, dtype.value>
-                          : count == 3 ? product_of_fixed<3, kBits, dtype.value>
-                                       : product_of_fixed<4, kBits, dtype.value>;
+  with_integer_codes(matrix, [&](auto codes, auto form) {
+    const auto multiply = count == 1   ? product_of_fixed<1, codes.value, form.value>
+                          : count == 2 ? product_of_fixed<2, codes.value, form.value>
+                          : count == 3 ? product_of_fixed<3, codes.value, form.value>
+                                       : product_of_fixed<4, codes.value, form.value>;
     multiply(matrix, layout, input, first, last, out, stride);
   });
 }

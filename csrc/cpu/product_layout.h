@@ -58,7 +58,7 @@ struct Layout {
   int64_t columns;  // with padding of zeros, a multiple of kStep
   int64_t bits;     // of the weight's codes
   int64_t group;    // of the weight
-  // Fixed-point x: groups of columns with one step, in each 64 columns (1 or 2).
+  // Fixed-point x: groups of columns with one step, in each 64 columns (1, 2 or 4).
   int64_t x_groups;
   // fixed_tiles: tiles of x for 64 columns. With one (inputs = 1) both terms and the x groups of `pack` blocks of 64 columns
   // are side by side, zero elsewhere; with two, each has one term. `width`: columns of an x group and a term, one a row of x.
@@ -81,7 +81,7 @@ constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 // a busy link), with 32 rows 58. int8 with half as many rows: 69 instead of 57.
 constexpr int64_t kCodeRows = 32;
 
-static inline int64_t code_rows(const Matrix& matrix) { return matrix.bits == 8 ? kCodeRows / 2 : kCodeRows; }
+static inline int64_t code_rows(const Matrix& matrix) { return bits_of(matrix.codes) == 8 ? kCodeRows / 2 : kCodeRows; }
 
 // FixedScratch (product_fixed_tiles.h) and the page in which it is aligned.
 constexpr int64_t kPageBytes = 4096;
@@ -94,6 +94,9 @@ constexpr int64_t kDequantizedColumns = 512;
 constexpr int64_t kDequantizedStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
 constexpr int64_t kDequantizedScratchBytes = (16 + kDequantizedStrips * (4 + 8)) * kTileBytes;
 
+// What E2M1 codes count as in fixed point: twice their number plus 12.
+alignas(16) constexpr uint8_t kE2m1Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // Groups in that many columns. A division takes up to 18 cycles; sizes are nearly always powers of two.
@@ -101,6 +104,8 @@ static inline int64_t groups_in(const Matrix& matrix, int64_t columns) {
   const int64_t group = matrix.group;
   return (group & (group - 1)) == 0 ? columns >> __builtin_ctzll(static_cast<unsigned long long>(group)) : columns / group;
 }
+
+static inline int64_t row_groups(const Matrix& matrix) { return groups_in(matrix, matrix.columns + matrix.group - 1); }
 
 static inline int64_t left_in_group(const Matrix& matrix, int64_t column) {
   return matrix.group - (column - groups_in(matrix, column) * matrix.group);
@@ -145,8 +150,8 @@ static inline int64_t fixed_input_bytes(const Layout& layout) {
 
 // `column` must begin a byte.
 static inline const char* values_at(const Matrix& matrix, int64_t row, int64_t column) {
-  const int64_t element = row * matrix.columns + column;
-  return static_cast<const char*>(matrix.values) + (matrix.bits ? element * matrix.bits / 8 : element * bytes_of(matrix.dtype));
+  const int64_t element = row * matrix.columns + column, bits = bits_of(matrix.codes);
+  return static_cast<const char*>(matrix.values) + (bits ? element * bits / 8 : element * bytes_of(matrix.dtype));
 }
 
 // Into L2: L1 holds the panel and x.

@@ -18,42 +18,76 @@ constexpr int kRows = 4;  // of the weight
 constexpr int64_t kBlockColumns = kBlockBytes / 4;
 
 // Not inlined: between other code its loops took products with AVX2 up to 13% longer.
-template <Dtype kDtype>
+template <Codes kCodes, Dtype kDtype>
 [[gnu::noinline]] void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out,
                                          const char* next) {
   const Scales<kBlockColumns / kLanes + 2> scales(matrix, row, k, count);
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
+  constexpr bool kBytes = bits_of(kCodes) == 8;
+  constexpr int64_t kColumns = kBytes ? kLanes : 2 * kLanes;
+  const int64_t group_columns = matrix.group;  // read once: stores to `out` might change `matrix`
+  if (kCodes == Codes::e2m1 && group_columns < kColumns) {
+    const Group numbers = group_of<kCodes, Dtype::float32>(1, 0);
+    for (int64_t i = 0; i < count; i += kColumns) {
+      prefetch(next + i / 2);
+      alignas(64) uint8_t part[kLanes] = {};
+      const bool whole = i + kColumns <= count;
+      if (!whole) __builtin_memcpy(part, codes + i / 2, kLanes / 2);
+      Vector even, odd;
+      dequantize_nibbles<Codes::e2m1, Dtype::float32>(whole ? codes + i / 2 : part, numbers, even, odd);
+      const float* const scale = scales.scale + i / kLanes;
+      const Vector both = halves(scale[0], whole ? scale[1] : 0);
+      store(out + i, rounded<kDtype>(even * both));
+      store(out + i + kLanes, rounded<kDtype>(odd * both));
+    }
+    return;
+  }
   int64_t left = left_in_group(matrix, k);
   int64_t index = 0;
-  Group group = group_of<kDtype>(scales.scale[0], scales.minimum[0]);
-  const bool is_int8 = matrix.bits == 8;  // read once: stores to `out` might change `matrix`
-  const int64_t step = is_int8 ? kLanes : 2 * kLanes;
-  for (int64_t i = 0; i < count; i += step, left -= step) {
+  Group group = group_of<kCodes, kDtype>(scales.scale[0], scales.minimum[0]);
+  for (int64_t i = 0; i < count; i += kColumns, left -= kColumns) {
     if (left == 0) {
       ++index;
-      left = matrix.group;
-      group = group_of<kDtype>(scales.scale[index], scales.minimum[index]);
+      left = group_columns;
+      group = group_of<kCodes, kDtype>(scales.scale[index], scales.minimum[index]);
     }
-    if (is_int8) {
-      prefetch(next + i);
-      store(out + i, dequantize_int8<kDtype>(codes + i, group));
+    prefetch(next + (kBytes ? i : i / 2));
+    if constexpr (kBytes) {
+      const uint8_t* from_codes = codes + i;
+      uint8_t tail[kLanes] = {};
+      if (kCodes == Codes::e4m3 && count - i < kLanes) {  // a row may end within a vector
+        __builtin_memcpy(tail, from_codes, static_cast<size_t>(count - i));
+        from_codes = tail;
+      }
+      store(out + i, dequantize_bytes<kCodes, kDtype>(from_codes, group));
     } else {
-      prefetch(next + i / 2);
       Vector even, odd;
-      dequantize_int4<kDtype>(codes + i / 2, group, even, odd);
+      dequantize_nibbles<kCodes, kDtype>(codes + i / 2, group, even, odd);
       store(out + i, even);
       store(out + i + kLanes, odd);
     }
   }
 }
 
+inline void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
+  with_dtype(matrix.dtype, [&](auto dtype) {
+    constexpr Dtype kDtype = dtype.value;
+    const auto dequantize = matrix.codes == Codes::int8   ? dequantize_groups<Codes::int8, kDtype>
+                            : matrix.codes == Codes::int4 ? dequantize_groups<Codes::int4, kDtype>
+                            : matrix.codes == Codes::e2m1 ? dequantize_groups<Codes::e2m1, kDtype>
+                                                          : dequantize_groups<Codes::e4m3, Dtype::float32>;
+    dequantize(matrix, row, k, count, out, next);
+  });
+}
+
 // Columns [k, k + count) of a row to a panel, padded with zeros.
 inline void fill_panel(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
                        float* out, const char* next) {
-  if (matrix.bits == 0) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
-  if (!layout.vectors) return dequantize_one_by_one(matrix, row, k, count, padded, out);
-  with_dtype(matrix.dtype, [&](auto dtype) { dequantize_groups<dtype.value>(matrix, row, k, count, out, next); });
-  for (int64_t i = count; i < padded; i += kLanes) store(out + i, zero());
+  if (matrix.codes == Codes::plain) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
+  if (!layout.vectors) return dequantize_one_by_one<kBlockColumns>(matrix, row, k, count, padded, out);
+  dequantize_groups(matrix, row, k, count, out, next);
+  const int64_t of_vectors = bits_of(matrix.codes) == 4 ? 2 * kLanes : kLanes;
+  for (int64_t i = round_up(count, of_vectors); i < padded; i += kLanes) store(out + i, zero());
 }
 
 // A block of a weight; no rows after the last one.
@@ -162,7 +196,7 @@ inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64
   constexpr int64_t kPanelStride = kBlockBytes + kRowGap;
   float* const sums = reinterpret_cast<float*>(scratch + kRows * kPanelStride);
   const int64_t x_stride = input_stride(layout);
-  const bool as_it_lies = matrix.bits == 0 && matrix.dtype == Dtype::float32 && !without(kInPlace);
+  const bool as_it_lies = matrix.codes == Codes::plain && matrix.dtype == Dtype::float32 && !without(kInPlace);
   for (Part part = Part::of(matrix, first, last, 0, kBlockColumns); part.rows > 0;) {
     const Part next = part.next(matrix, last, kBlockColumns);
     const int64_t padded = round_up(part.columns, kStep), bytes = padded * 4;

@@ -4,9 +4,10 @@
 
 #pragma once
 
-#include <immintrin.h>
+#include "simd_avx512.h"
 
 #include "product_layout.h"
+#include "product_vectors.h"
 
 namespace zero_inference::cpu {
 namespace {
@@ -227,11 +228,38 @@ struct Pieces {
   }
 };
 
-inline int64_t scale_bytes(const Matrix& matrix, int64_t row, int64_t column) {
-  return (row * groups_in(matrix, matrix.columns) + groups_in(matrix, column)) * 2;
+// Scales and minima of kLanes groups from `group` on, in `count` rows, to rows of `scales` and `minima`; permuted by `order`
+// unless it is null.
+template <bool kUnsigned, ScaleForm kForm>
+inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64_t group, float* scales, float* minima,
+                         const __m512i* order) {
+  const int64_t groups = row_groups(matrix);
+  RowScales from_row(matrix, row, group);
+  for (int64_t r = 0; r < count; ++r) {
+    Vector scale, minimum;
+    load_scales<kForm, kUnsigned>(matrix, from_row, groups - group, scale, minimum);
+    store(scales + r * kLanes, order == nullptr ? scale : _mm512_permutexvar_ps(*order, scale));
+    store(minima + r * kLanes, order == nullptr ? minimum : _mm512_permutexvar_ps(*order, minimum));
+    if constexpr (kForm == ScaleForm::any) {
+      from_row = RowScales(matrix, row + r + 1, group);
+    } else {
+      from_row.scales += groups * 2;
+      from_row.offsets += groups * 2;
+    }
+  }
 }
 
-// Prefetches the next piece row by row while another is multiplied: codes, and cache lines of scales and minima.
+template <bool kUnsigned>
+inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64_t group, float* scales, float* minima,
+                         const __m512i* order = nullptr) {
+  const ScaleForm form = scale_form(matrix);
+  const auto convert = form == ScaleForm::float16    ? convert_rows<kUnsigned, ScaleForm::float16>
+                       : form == ScaleForm::bfloat16 ? convert_rows<kUnsigned, ScaleForm::bfloat16>
+                                                     : convert_rows<kUnsigned, ScaleForm::any>;
+  convert(matrix, row, count, group, scales, minima, order);
+}
+
+// Prefetches the next piece row by row while another is multiplied: codes, and cache lines of scales and offsets.
 template <int64_t kPieceColumns, int kBits>
 struct Prefetcher {
   static constexpr int64_t kRowBytes = kPieceColumns * kBits / 8;  // of a piece, where it is not the row's last one
@@ -246,11 +274,16 @@ struct Prefetcher {
   // Pointers and strides are not adjacent: GCC would add two of them as a vector.
   const char* codes;
   int64_t codes_bytes = pieces.columns * kBits / 8;
-  const char* scales;
-  int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;
-  const char* minima;
+  RowScales scales;
+  // From row to row: 0 where these rows share scales.
+  int64_t scales_bytes = matrix.scales == nullptr ? 4
+                         : matrix.group_rows > 1  ? 0
+                                                  : row_groups(matrix) * bytes_of(matrix.scale_dtype);
   bool first;  // piece of the row
-  uintptr_t scales_of_piece = static_cast<uintptr_t>((kPieceColumns + matrix.group - 1) / matrix.group * 2);  // bytes
+  int64_t offsets_bytes = matrix.offset_kind == Offsets::zero_points ? row_groups(matrix) : scales_bytes;
+  // Bytes of the scales of a piece; offsets have as many, or fewer.
+  uintptr_t scales_of_piece =
+      static_cast<uintptr_t>((kPieceColumns + matrix.group - 1) / matrix.group * bytes_of(matrix.scale_dtype));
 
   Prefetcher(const Matrix& matrix, const Pieces& pieces, int64_t end_row) : matrix(matrix), pieces(pieces), end_row(end_row) {
     begin(pieces.begin());
@@ -264,12 +297,10 @@ struct Prefetcher {
     bytes = (piece.end - piece.k) * kBits / 8;
     first = piece.k == 0;
     codes = values_at(matrix, piece.row, 0) + piece.k * kBits / 8;
-    const int64_t at = scale_bytes(matrix, piece.row, piece.k);
-    scales = static_cast<const char*>(matrix.scales) + at;
-    minima = static_cast<const char*>(matrix.minima) + at;
+    scales = RowScales(matrix, piece.row, groups_in(matrix, piece.k));
   }
 
-  // The line in which scales or minima of a row end, unless an earlier piece fetched it.
+  // The line in which scales or offsets of a row end, unless an earlier piece fetched it.
   [[gnu::always_inline]] inline void prefetch_end(const char* p) {
     p += scales_of_piece - 1;
     if ((reinterpret_cast<uintptr_t>(p) & 63) < scales_of_piece) prefetch(p);
@@ -284,14 +315,14 @@ struct Prefetcher {
       for (int64_t i = 0; i < bytes; i += 64) prefetch(codes + i);
     }
     if (first) {
-      prefetch(scales);
-      prefetch(minima);
+      prefetch(scales.scales);
+      prefetch(scales.offsets);
     }
-    prefetch_end(scales);
-    prefetch_end(minima);
+    prefetch_end(scales.scales);
+    prefetch_end(scales.offsets);
     codes += codes_bytes;
-    scales += scales_bytes;
-    minima += scales_bytes;
+    scales.scales += scales_bytes;
+    scales.offsets += offsets_bytes;
   }
 
   // Prefetches the rest of the piece, moves to the next one of these rows, and returns the former.

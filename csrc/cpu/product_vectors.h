@@ -1,5 +1,5 @@
 // Conversions to float32 vectors that all products share, for any instruction set (simd.h). Dequantized values are rounded to
-// the dtype of the scale, so they are those that a device computes.
+// the model's dtype, so they are those that a device computes.
 
 #pragma once
 
@@ -29,23 +29,119 @@ inline void widen(Dtype dtype, const char* p, int64_t count, int64_t padded, flo
   with_dtype(dtype, [&](auto of) { widen<of.value>(p, count, padded, out, next); });
 }
 
+// Up to kLanes scales or offsets, the rest zeros.
+template <Dtype kDtype>
+inline Vector some_of(const char* p, int64_t count) {
+  return count >= kLanes ? from<kDtype>(p) : from_part<kDtype>(p, count);
+}
+
+inline Vector some_of(Dtype dtype, const char* p, int64_t count) {
+  switch (dtype) {
+    case Dtype::float32:
+      return some_of<Dtype::float32>(p, count);
+    case Dtype::float16:
+      return some_of<Dtype::float16>(p, count);
+    case Dtype::bfloat16:
+      return some_of<Dtype::bfloat16>(p, count);
+    case Dtype::e8m0:
+      return some_of<Dtype::e8m0>(p, count);
+    case Dtype::e4m3:
+      return some_of<Dtype::e4m3>(p, count);
+    default:
+      return some_of<Dtype::uint8>(p, count);
+  }
+}
+
+// How scales are read: in 16 bits with minima of the same dtype, which needs no conversion of another format, or any.
+enum class ScaleForm { float16, bfloat16, any };
+
+inline ScaleForm scale_form(const Matrix& matrix) {
+  const bool other = matrix.offset_kind != Offsets::minima || matrix.row_scales != nullptr || matrix.group_rows != 1;
+  if (other || matrix.codes == Codes::e2m1 || bytes_of(matrix.scale_dtype) != 2) return ScaleForm::any;
+  return matrix.scale_dtype == Dtype::float16 ? ScaleForm::float16 : ScaleForm::bfloat16;
+}
+
+// Calls run(Constant<codes>, Constant<scale form>) for integer codes.
+template <typename Run>
+inline void with_integer_codes(const Matrix& matrix, const Run& run) {
+  const ScaleForm form = scale_form(matrix);
+  const auto with_form = [&](auto codes) {
+    if (form == ScaleForm::float16) return run(codes, Constant<ScaleForm::float16>{});
+    if (form == ScaleForm::bfloat16) return run(codes, Constant<ScaleForm::bfloat16>{});
+    run(codes, Constant<ScaleForm::any>{});
+  };
+  if (matrix.codes == Codes::e2m1) return run(Constant<Codes::e2m1>{}, Constant<ScaleForm::any>{});
+  matrix.codes == Codes::int4 ? with_form(Constant<Codes::int4>{}) : with_form(Constant<Codes::int8>{});
+}
+
+// Where the scales of a row are, from a group on. Without scales or offsets, addresses that may be prefetched in their place.
+struct RowScales {
+  const char *scales, *offsets;
+  const float* of_row;
+
+  RowScales() = default;
+  RowScales(const Matrix& matrix, int64_t row, int64_t group) {
+    const int64_t shared = matrix.group_rows == 1 ? row : row / matrix.group_rows;
+    const int64_t at = shared * row_groups(matrix) + group, size = bytes_of(matrix.scale_dtype);
+    of_row = matrix.row_scales + (matrix.row_scales == nullptr ? 0 : row);
+    scales =
+        matrix.scales == nullptr ? reinterpret_cast<const char*>(of_row) : static_cast<const char*>(matrix.scales) + at * size;
+    offsets = matrix.offsets == nullptr
+                  ? scales
+                  : static_cast<const char*>(matrix.offsets) + at * (matrix.offset_kind == Offsets::minima ? size : 1);
+  }
+};
+
+// The factor and summand that turn up to kLanes groups' codes into values, padded with zeros. E2M1 codes count as numbers, or
+// (kUnsigned) as twice the number plus 12, which is 0 to 24; of E4M3 codes as number_of returns them.
+template <bool kUnsigned>
+inline void convert_scales(const Matrix& matrix, const RowScales& from, int64_t count, Vector& scale, Vector& minimum) {
+  scale = matrix.scales == nullptr ? broadcast(1) : some_of(matrix.scale_dtype, from.scales, count);
+  if (matrix.row_scales != nullptr) scale = matrix.divides ? scale / broadcast(*from.of_row) : scale * broadcast(*from.of_row);
+  if (matrix.offset_kind == Offsets::minima) {
+    minimum = some_of(matrix.scale_dtype, from.offsets, count);
+  } else if (matrix.offset_kind == Offsets::zero_points) {
+    minimum = zero() - some_of(Dtype::uint8, from.offsets, count) * scale;
+  } else if (matrix.codes == Codes::e4m3) {
+    scale = scale * broadcast(256);
+    minimum = zero();
+  } else if (matrix.codes == Codes::e2m1) {
+    minimum = kUnsigned ? scale * broadcast(-6) : zero();
+    if (kUnsigned) scale = scale * broadcast(0.5f);
+  } else {
+    minimum = scale * broadcast(matrix.codes == Codes::int4 ? -8 : -128);
+  }
+}
+
+template <ScaleForm kForm, bool kUnsigned = true>
+[[gnu::always_inline]] inline void load_scales(const Matrix& matrix, const RowScales& from_row, int64_t count, Vector& scale,
+                                               Vector& minimum) {
+  if constexpr (kForm == ScaleForm::any) {
+    convert_scales<kUnsigned>(matrix, from_row, count, scale, minimum);
+  } else {
+    constexpr Dtype kDtype = kForm == ScaleForm::float16 ? Dtype::float16 : Dtype::bfloat16;
+    scale = some_of<kDtype>(from_row.scales, count);
+    minimum = some_of<kDtype>(from_row.offsets, count);
+  }
+}
+
 // Scales and minima in float32 of the groups of columns [k, k + count) of a row.
 template <int64_t kMax>
 struct Scales {
-  float scale[kMax + 2 * kLanes];  // padded with zeros
+  float scale[kMax + 2 * kLanes];
   float minimum[kMax + 2 * kLanes];
 
   Scales() {}
   Scales(const Matrix& matrix, int64_t row, int64_t k, int64_t count) { convert(matrix, row, k, count); }
 
   void convert(const Matrix& matrix, int64_t row, int64_t k, int64_t count) {
-    const int64_t first = row * groups_in(matrix, matrix.columns) + groups_in(matrix, k);
-    const int64_t groups = groups_in(matrix, k + count - 1) - groups_in(matrix, k) + 1;
-    const int64_t at = first * bytes_of(matrix.dtype);
-    const char* const scales = static_cast<const char*>(matrix.scales) + at;
-    const char* const minima = static_cast<const char*>(matrix.minima) + at;
-    widen(matrix.dtype, scales, groups, groups + kLanes, scale, scales);
-    widen(matrix.dtype, minima, groups, groups + kLanes, minimum, minima);
+    const int64_t first = groups_in(matrix, k), groups = groups_in(matrix, k + count - 1) + 1 - first;
+    for (int64_t i = 0; i < groups; i += kLanes) {
+      Vector scales, minima;
+      convert_scales<false>(matrix, RowScales(matrix, row, first + i), groups - i, scales, minima);
+      store(scale + i, scales);
+      store(minimum + i, minima);
+    }
   }
 };
 
@@ -53,22 +149,20 @@ inline Vector rounded(Dtype dtype, Vector value) {
   return with_dtype(dtype, [&](auto to) { return rounded<to.value>(value); });
 }
 
-// For any group size, columns in order.
+// For any group size, columns in order; up to kMax of them.
+template <int64_t kMax>
 inline void dequantize_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int64_t count, int64_t padded, float* out) {
+  const Scales<kMax> scales(matrix, row, k, count);
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
-  int64_t group = row * groups_in(matrix, matrix.columns) + groups_in(matrix, k);
-  int64_t left = left_in_group(matrix, k);
-  float scale = element(matrix.scales, matrix.dtype, group);
-  float minimum = element(matrix.minima, matrix.dtype, group);
+  const bool is_byte = bits_of(matrix.codes) == 8;
+  int64_t left = left_in_group(matrix, k), group = 0;
   for (int64_t i = 0; i < count; ++i, --left) {
     if (left == 0) {
       ++group;
       left = matrix.group;
-      scale = element(matrix.scales, matrix.dtype, group);
-      minimum = element(matrix.minima, matrix.dtype, group);
     }
-    const int code = matrix.bits == 8 ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
-    out[i] = static_cast<float>(code) * scale + minimum;
+    const int code = is_byte ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
+    out[i] = number_of(matrix.codes, code) * scales.scale[group] + scales.minimum[group];
   }
   for (int64_t i = count; i < padded; ++i) out[i] = 0;
   for (int64_t i = 0; i < padded; i += kLanes) store(out + i, rounded(matrix.dtype, load(out + i)));

@@ -3,9 +3,11 @@
 //   Vector, kLanes, kTokens                  a float32 vector, its lanes, rows of x that are multiplied together
 //   zero, broadcast, load, store, multiply_add, sum
 //   from_float16, from_bfloat16              kLanes elements to float32
+//   from_bytes<dtype>                        likewise, of a dtype of one byte
 //   rounded<dtype>                           float32 rounded to dtype
-//   Group, group_of<dtype>(scale, minimum)
-//   dequantize_int8<dtype>, dequantize_int4<dtype>   kLanes bytes of codes to float32
+//   Group, group_of<codes, dtype>(scale, minimum)
+//   dequantize_bytes<codes, dtype>, dequantize_nibbles<codes, dtype>   kLanes bytes of codes to float32; of E4M3 a 256th, not
+//   rounded halves(low, high)                        one value in the lower half of the lanes, another in the upper half
 //   split_pairs(one, two, even, odd)         elements of even and odd index
 //
 // and for attention: store_float16, store_bfloat16, max, below(x, limit, then, otherwise), round, times_two_to(x, whole),
@@ -27,6 +29,7 @@ inline Vector from(const char* p) {
   if constexpr (kDtype == Dtype::float32) return load(reinterpret_cast<const float*>(p));
   if constexpr (kDtype == Dtype::float16) return from_float16(p);
   if constexpr (kDtype == Dtype::bfloat16) return from_bfloat16(p);
+  if constexpr (kDtype >= Dtype::e8m0) return from_bytes<kDtype>(p);
 }
 
 template <auto kValue>
@@ -39,17 +42,6 @@ template <typename Run>
 [[gnu::always_inline]] inline auto with_dtype(Dtype dtype, const Run& run) {
   if (dtype == Dtype::float32) return run(Constant<Dtype::float32>{});
   return dtype == Dtype::float16 ? run(Constant<Dtype::float16>{}) : run(Constant<Dtype::bfloat16>{});
-}
-
-// Calls run(Constant<bits>, Constant<dtype>) for codes with 16-bit scales.
-template <typename Run>
-inline void with_codes(const Matrix& matrix, const Run& run) {
-  const bool half = matrix.dtype == Dtype::float16;
-  if (matrix.bits == 4) {
-    half ? run(Constant<4>{}, Constant<Dtype::float16>{}) : run(Constant<4>{}, Constant<Dtype::bfloat16>{});
-  } else {
-    half ? run(Constant<8>{}, Constant<Dtype::float16>{}) : run(Constant<8>{}, Constant<Dtype::bfloat16>{});
-  }
 }
 
 inline Vector from(Dtype dtype, const char* p) {

@@ -51,31 +51,60 @@ inline Vector rounded(Vector value) {
 }
 
 struct Group {
-  Vector scale, minimum;
+  Vector scale, minimum, table;  // the values of E2M1 codes 0 to 7
 };
 
-template <Dtype kDtype>
+template <Codes kCodes, Dtype kDtype>
 inline Group group_of(float scale, float minimum) {
-  return {broadcast(scale), broadcast(minimum)};
+  const Vector all = broadcast(scale), numbers = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+  return {all, broadcast(minimum), kCodes == Codes::e2m1 ? rounded<kDtype>(_mm256_mul_ps(numbers, all)) : zero()};
 }
+
+inline __m256i bytes(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
+
+// A 256th of 8 E4M3 numbers (e4m3_half_bits): a sign-extended byte has its sign in bit 8 and above.
+inline Vector e4m3_parts(const void* p) {
+  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(p))), 7);
+  return _mm256_cvtph_ps(_mm_and_si128(words, _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
+
+template <Dtype kDtype>
+inline Vector from_bytes(const char* p) {
+  if constexpr (kDtype == Dtype::uint8) return _mm256_cvtepi32_ps(bytes(p));
+  if constexpr (kDtype == Dtype::e4m3) return _mm256_mul_ps(e4m3_parts(p), broadcast(256));
+  const Vector power = _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32(bytes(p), 23), _mm256_set1_epi32(0x400000)));
+  return _mm256_add_ps(power, _mm256_sub_ps(power, power));  // 255 gives infinity, whose difference is not a number
+}
+
+inline Vector halves(float low, float high) { return _mm256_blend_ps(broadcast(low), broadcast(high), 0xf0); }
 
 template <Dtype kDtype>
 inline Vector dequantize(__m256i codes, const Group& group) {
   return rounded<kDtype>(_mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), group.scale, group.minimum));
 }
 
-inline __m256i bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
-
-template <Dtype kDtype>
-inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
+template <Codes kCodes, Dtype kDtype>
+inline Vector dequantize_bytes(const uint8_t* p, const Group& group) {
+  if constexpr (kCodes == Codes::e4m3) return _mm256_mul_ps(e4m3_parts(p), group.scale);
   return dequantize<kDtype>(bytes(p), group);
 }
 
-template <Dtype kDtype>
-inline void dequantize_int4(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
-  const __m256i both = bytes(p);
-  even = dequantize<kDtype>(_mm256_and_si256(both, _mm256_set1_epi32(15)), group);
-  odd = dequantize<kDtype>(_mm256_srli_epi32(both, 4), group);
+// Bit 3 of `codes` is the sign.
+inline Vector dequantize_e2m1(__m256i codes, const Group& group) {
+  const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(8)), 28);
+  return _mm256_xor_ps(_mm256_permutevar8x32_ps(group.table, codes), _mm256_castsi256_ps(sign));
+}
+
+template <Codes kCodes, Dtype kDtype>
+inline void dequantize_nibbles(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+  const __m256i both = bytes(p), upper = _mm256_srli_epi32(both, 4);
+  if constexpr (kCodes == Codes::e2m1) {
+    even = dequantize_e2m1(both, group);
+    odd = dequantize_e2m1(upper, group);
+  } else {
+    even = dequantize<kDtype>(_mm256_and_si256(both, _mm256_set1_epi32(15)), group);
+    odd = dequantize<kDtype>(upper, group);
+  }
 }
 
 inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {

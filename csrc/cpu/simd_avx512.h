@@ -44,25 +44,56 @@ inline Vector rounded(Vector value) {
 
 inline Vector code_vector() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
+// The numbers of 4-bit codes 0 to 15.
+template <Codes kCodes>
+inline Vector numbers() {
+  if constexpr (kCodes == Codes::int4) return code_vector();
+  return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+}
+
 struct Group {
   Vector scale, minimum, table;  // the values of codes 0 to 15
 };
 
-template <Dtype kDtype>
+template <Codes kCodes, Dtype kDtype>
 inline Group group_of(float scale, float minimum) {
   const Vector all_scale = broadcast(scale), all_minimum = broadcast(minimum);
-  return {all_scale, all_minimum, rounded<kDtype>(multiply_add(code_vector(), all_scale, all_minimum))};
+  return {all_scale, all_minimum, rounded<kDtype>(multiply_add(numbers<kCodes>(), all_scale, all_minimum))};
 }
 
-inline __m512i bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline __m512i bytes(__m128i p) { return _mm512_cvtepu8_epi32(p); }
+inline __m512i bytes(const uint8_t* p) { return bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+// A 256th of 16 E4M3 numbers (e4m3_half_bits): a sign-extended byte has its sign in bit 8 and above.
+inline Vector e4m3_parts(__m128i p) {
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(p), 7);
+  return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
 
 template <Dtype kDtype>
-inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
+inline Vector from_bytes(__m128i p) {
+  if constexpr (kDtype == Dtype::uint8) return _mm512_cvtepi32_ps(bytes(p));
+  if constexpr (kDtype == Dtype::e4m3) return _mm512_mul_ps(e4m3_parts(p), broadcast(256));
+  const Vector power = _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes(p), 23), _mm512_set1_epi32(0x400000)));
+  return _mm512_add_ps(power, _mm512_sub_ps(power, power));  // 255 gives infinity, whose difference is not a number
+}
+
+template <Dtype kDtype>
+inline Vector from_bytes(const char* p) {
+  return from_bytes<kDtype>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline Vector halves(float low, float high) { return _mm512_mask_blend_ps(0xff00, broadcast(low), broadcast(high)); }
+
+template <Codes kCodes, Dtype kDtype>
+inline Vector dequantize_bytes(const uint8_t* p, const Group& group) {
+  if constexpr (kCodes == Codes::e4m3)
+    return _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), group.scale);
   return rounded<kDtype>(multiply_add(_mm512_cvtepi32_ps(bytes(p)), group.scale, group.minimum));
 }
 
-template <Dtype>
-inline void dequantize_int4(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+template <Codes, Dtype>
+inline void dequantize_nibbles(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
   const __m512i both = bytes(p);  // only the low four bits of an index count
   even = _mm512_permutexvar_ps(both, group.table);
   odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), group.table);
@@ -78,6 +109,7 @@ template <Dtype kDtype>
 inline Vector from_part(const char* p, int64_t count) {
   const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
   if constexpr (kDtype == Dtype::float32) return _mm512_maskz_loadu_ps(mask, p);
+  if constexpr (kDtype >= Dtype::e8m0) return from_bytes<kDtype>(_mm_maskz_loadu_epi8(mask, p));
   const __m256i words = _mm256_maskz_loadu_epi16(mask, p);
   if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(words);
   return from_bfloat16(words);

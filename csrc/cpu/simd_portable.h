@@ -64,24 +64,35 @@ struct Group {
   Vector scale, minimum;
 };
 
-template <Dtype kDtype>
+template <Codes kCodes, Dtype kDtype>
 inline Group group_of(float scale, float minimum) {
   return {broadcast(scale), broadcast(minimum)};
 }
 
+template <Dtype kDtype>
+inline Vector from_bytes(const char* p) {
+  return Vector{element(p, kDtype, 0), element(p, kDtype, 1), element(p, kDtype, 2), element(p, kDtype, 3)};
+}
+
+inline Vector halves(float low, float high) { return Vector{low, low, high, high}; }
+
+template <Codes kCodes>
 inline Vector of_codes(int a, int b, int c, int d) {
-  return Vector{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), static_cast<float>(d)};
+  return Vector{number_of(kCodes, a), number_of(kCodes, b), number_of(kCodes, c), number_of(kCodes, d)};
 }
 
-template <Dtype kDtype>
-inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
-  return rounded<kDtype>(of_codes(p[0], p[1], p[2], p[3]) * group.scale + group.minimum);
+template <Codes kCodes, Dtype kDtype>
+inline Vector dequantize_bytes(const uint8_t* p, const Group& group) {
+  const Vector numbers = of_codes<kCodes>(p[0], p[1], p[2], p[3]);
+  return kCodes == Codes::e4m3 ? numbers * group.scale : rounded<kDtype>(numbers * group.scale + group.minimum);
 }
 
-template <Dtype kDtype>
-inline void dequantize_int4(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
-  even = rounded<kDtype>(of_codes(p[0] & 15, p[1] & 15, p[2] & 15, p[3] & 15) * group.scale + group.minimum);
-  odd = rounded<kDtype>(of_codes(p[0] >> 4, p[1] >> 4, p[2] >> 4, p[3] >> 4) * group.scale + group.minimum);
+template <Codes kCodes, Dtype kDtype>
+inline void dequantize_nibbles(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+  const Vector low = of_codes<kCodes>(p[0] & 15, p[1] & 15, p[2] & 15, p[3] & 15);
+  const Vector high = of_codes<kCodes>(p[0] >> 4, p[1] >> 4, p[2] >> 4, p[3] >> 4);
+  even = rounded<kDtype>(low * group.scale + group.minimum);
+  odd = rounded<kDtype>(high * group.scale + group.minimum);
 }
 
 inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {

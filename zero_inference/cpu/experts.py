@@ -78,14 +78,14 @@ def add_experts(
     Raises:
         ValueError: shapes or formats of the experts differ or do not match.
     """
-    gates = {_format(matrix) for expert in experts for matrix in (expert.gate, expert.up) if matrix is not None}
-    downs = {_format(expert.down) for expert in experts}
+    gates = {(m.rows, *m.format) for expert in experts for m in (expert.gate, expert.up) if m is not None}
+    downs = {(expert.down.rows, *expert.down.format) for expert in experts}
     has_up = {expert.up is not None for expert in experts}
     inner = experts[0].gate.rows // (1 + activation.interleaved)
     if len(gates) != 1 or len(downs) != 1 or len(has_up) != 1 or experts[0].down.columns != inner:
         raise ValueError(
-            f"experts must be of one form, and down's columns as many as gate's rows; found (rows, columns, group, bits, dtype) "
-            f"{sorted(gates)} for gate and up and {sorted(downs)} for down"
+            f"experts must be of one form, and down's columns as many as gate's rows; found (rows, columns, group, rows of a group, "
+            f"codes, scales, offsets, divides, dtype, row scales) {sorted(gates)} for gate and up and {sorted(downs)} for down"
         )
     biases, filled = [], (_Expert * len(experts))()
     for to, expert in zip(filled, experts):
@@ -114,10 +114,6 @@ def add_experts(
         None if counts is None else counts.data_ptr(),
     )
     return Task(number, experts[0].gate.columns, (experts[0].down.rows,), 0)
-
-
-def _format(matrix: Matrix) -> tuple[int, ...]:
-    return matrix.rows, matrix.columns, matrix.group, matrix.bits, matrix.dtype
 
 
 class WeightedRows(NamedTuple):

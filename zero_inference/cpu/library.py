@@ -21,7 +21,8 @@ from zero_inference.kernels.build import cached_library, compiler_error_line, fi
 from zero_inference.kernels.extension import CPU_SOURCES, source_folder
 from zero_inference.utils.processes import process_group
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # zero_inference::cpu::Dtype
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # zero_inference::cpu::Dtype, of models
+SCALE_DTYPES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 INSTRUCTIONS = ("portable", "avx2", "avx512", "amx")  # zero_inference::cpu::Instructions, ascending
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
 

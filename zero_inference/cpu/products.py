@@ -8,13 +8,27 @@ W is read once, in the bytes that it is stored in. Sums are accumulated in float
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
 
-from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, fields, load_library, require_library
+from zero_inference.cpu.library import (
+    DTYPES,
+    INSTRUCTIONS,
+    SCALE_DTYPES,
+    best_instructions,
+    fields,
+    load_library,
+    require_library,
+)
 from zero_inference.kernels import quantization
-from zero_inference.kernels.quantization import GroupQuantization, check_packed, describe
+from zero_inference.kernels.formats import TENSORS, Codes, QuantizedWeight, WeightFormat
+from zero_inference.kernels.quantization import GroupQuantization, describe
+
+PLAIN = -1  # in place of a value of `Codes`
+NO_OFFSETS, MINIMA, ZERO_POINTS = range(3)  # zero_inference::cpu::Offsets
+COLUMNS_STEP = 128  # kStep in csrc/cpu/product_layout.h
 
 
 class Matrix(ctypes.Structure):
@@ -22,27 +36,45 @@ class Matrix(ctypes.Structure):
 
     Attributes:
         values: address of rows x columns elements or codes, row-major.
-        scales, minima: addresses of rows x columns / group elements; None for a plain weight.
-        group: columns that share a scale and a minimum; 0 for a plain weight.
-        bits: of a code, 8 or 4; 0 for a plain weight.
-        dtype: a value of `DTYPES`: of the plain weight, or of scales and minima.
+        scales, offsets, row_scales: addresses as in `QuantizedWeight`; None without.
+        group: columns that share a scale, all where there are only row scales; 0 for a plain weight.
+        group_rows: rows that share a scale.
+        codes: a value of `Codes`, or PLAIN.
+        scale_dtype: a value of `SCALE_DTYPES`.
+        offset_kind: NO_OFFSETS, MINIMA or ZERO_POINTS.
+        divides: whether row scales divide.
+        dtype: a value of `DTYPES`: the model's, which plain elements have and values are rounded to.
     """
 
     _fields_ = [
-        *fields(ctypes.c_void_p, "values scales minima"),
-        *fields(ctypes.c_int64, "rows columns group"),
-        *fields(ctypes.c_int32, "bits dtype"),
+        *fields(ctypes.c_void_p, "values scales offsets row_scales"),
+        *fields(ctypes.c_int64, "rows columns group group_rows"),
+        *fields(ctypes.c_int32, "codes scale_dtype offset_kind divides dtype"),
     ]
 
+    @property
+    def format(self) -> tuple[int | bool, ...]:
+        """Return what weights that are multiplied with one prepared input have in common."""
+        numbers = [getattr(self, each[0]) for each in self._fields_[5:]]  # from columns on
+        return *numbers, self.row_scales is not None
+
     def rows_view(self, first: int, rows: int) -> Matrix:
-        """Return `rows` rows from row `first` on, in the same memory."""
-        skipped = first * self.columns  # values or codes before the view
-        item_bytes = list(DTYPES)[self.dtype].itemsize
-        if self.bits == 0:
-            return Matrix(self.values + skipped * item_bytes, None, None, rows, self.columns, 0, 0, self.dtype)
-        codes, offset = self.values + skipped * self.bits // 8, skipped // self.group * item_bytes
-        scales, minima = self.scales + offset, self.minima + offset
-        return Matrix(codes, scales, minima, rows, self.columns, self.group, self.bits, self.dtype)
+        """Return `rows` rows from row `first` on, a multiple of `group_rows`, in the same memory."""
+        if first % self.group_rows:
+            raise ValueError(f"a view begins where {self.group_rows} rows with common scales do, not at row {first}")
+        view = Matrix.from_buffer_copy(self)
+        view.rows = rows
+        bits = list(DTYPES)[self.dtype].itemsize * 8 if self.codes == PLAIN else Codes(self.codes).bits
+        view.values += first * self.columns * bits // 8
+        scale_bytes = list(SCALE_DTYPES)[self.scale_dtype].itemsize
+        skipped = first // self.group_rows * -(-self.columns // self.group) if self.scales else 0
+        if self.scales:
+            view.scales += skipped * scale_bytes
+        if self.offsets:
+            view.offsets += skipped * (1 if self.offset_kind == ZERO_POINTS else scale_bytes)
+        if self.row_scales:
+            view.row_scales += first * torch.float32.itemsize
+        return view
 
     @classmethod
     def plain(cls, weight: Tensor) -> Matrix:
@@ -51,35 +83,54 @@ class Matrix(ctypes.Structure):
             raise ValueError(
                 f"a weight must be float32, float16 or bfloat16 [rows, columns], contiguous, on the CPU; found {describe(weight)}"
             )
-        return cls(weight.data_ptr(), None, None, *weight.shape, 0, 0, DTYPES[weight.dtype])
+        return cls(
+            weight.data_ptr(), None, None, None, *weight.shape, 0, 1, PLAIN, 0, NO_OFFSETS, 0, DTYPES[weight.dtype]
+        )
 
     @classmethod
-    def groups(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int) -> Matrix:
-        """Return the matrix of codes, scales and minima on the CPU, as `kernels.quantization.quantize` packs a weight of `rows` rows.
+    def quantized(cls, weight: QuantizedWeight, rows: int, columns: int, dtype: torch.dtype) -> Matrix:
+        """Return the matrix of a weight [rows, columns] on the CPU, of a model in `dtype`: float32, float16 or bfloat16.
 
         Raises ValueError if sizes or dtypes do not match.
         """
-        if rows < 1 or scale.numel() % rows or scale.dtype not in DTYPES:
-            raise ValueError(
-                f"scale must be float32, float16 or bfloat16, the same number in each of {rows} rows; found {describe(scale)}"
-            )
-        columns = scale.numel() // rows * group_size
-        weight = GroupQuantization(bits, group_size).as_weight(codes, scale, minimum)
-        check_packed(weight, rows, columns, torch.device("cpu"))
-        pointers = codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
-        return cls(*pointers, rows, columns, group_size, bits, DTYPES[scale.dtype])
+        form = weight.format
+        if form.bits == 4 and (columns % 2 or form.group_size % 2):
+            raise ValueError(f"columns and groups must be even for 4 bits; found {columns} and {form.group_size}")
+        if rows % form.group_rows or (form.codes != Codes.E4M3 and form.group_size and columns % form.group_size):
+            raise ValueError(f"a weight of {rows} x {columns} has no whole groups of {form}")
+        if dtype not in DTYPES or form.scale_dtype not in SCALE_DTYPES:
+            raise ValueError(f"{form} in a model in {dtype} has no product on the CPU")
+        addresses: dict[str, int | None] = dict.fromkeys(TENSORS)
+        for name, (shape, of_tensor) in form.tensors((rows, columns)).items():
+            tensor, numel = weight.tensors.get(name), math.prod(shape)
+            fits = tensor is not None and tensor.numel() == numel and tensor.dtype == of_tensor
+            if tensor is None or not fits or tensor.is_cuda or not tensor.is_contiguous():
+                found = "nothing" if tensor is None else describe(tensor)
+                raise ValueError(
+                    f"{name} must be {of_tensor}, {numel} elements, contiguous, on the CPU, for {rows} x {columns}; found {found}"
+                )
+            addresses[name] = tensor.data_ptr()
+        return cls(
+            *addresses.values(),
+            rows,
+            columns,
+            form.group_size or -(-columns // COLUMNS_STEP) * COLUMNS_STEP,
+            form.group_rows,
+            form.codes,
+            SCALE_DTYPES[form.scale_dtype],
+            MINIMA if form.minima else ZERO_POINTS if form.zero_points else NO_OFFSETS,
+            form.divides,
+            DTYPES[dtype],
+        )
 
 
-def linear_groups(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    bias: Tensor | None = None,
-) -> Tensor:
+def weight_of_groups(codes: Tensor, scales: Tensor, minima: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+    """Return what `kernels.quantization.quantize` packs as a `QuantizedWeight`."""
+    form = WeightFormat(Codes.INT4 if bits == 4 else Codes.INT8, group_size, scale_dtype=scales.dtype, minima=True)
+    return QuantizedWeight(form, codes, scales, minima)
+
+
+def linear_groups(x: Tensor, weight: QuantizedWeight, rows: int, bias: Tensor | None = None) -> Tensor:
     """Return x [..., columns] times a quantized weight [rows, columns] transposed, plus bias [rows]: [..., rows] in x's dtype.
 
     Raises:
@@ -87,7 +138,9 @@ def linear_groups(
         RuntimeError: the library is not available.
         MemoryError: not enough memory.
     """
-    matrix = Matrix.groups(codes, scale, minimum, bits, group_size, rows)
+    # scales with minima have the model's dtype; activations may have another one
+    dtype = weight.format.scale_dtype if weight.format.minima else x.dtype
+    matrix = Matrix.quantized(weight, rows, x.shape[-1], dtype)
     flat = x.reshape(-1, matrix.columns).contiguous()
     out = torch.empty(len(flat), rows, dtype=torch.float32)
     multiply_rows(matrix, flat, 0, rows, out, threads=torch.get_num_threads())

@@ -127,9 +127,7 @@ class DeviceWeights:
             if isinstance(matrix, torch.Tensor):
                 torch.nn.functional.linear(x, matrix)
             elif on_cpu:
-                bits, group_size = matrix.format.bits, matrix.format.group_size
-                codes, scale, minimum = matrix.tensors.values()
-                cpu_products.linear_groups(x, codes, scale, minimum, bits, group_size, self.shape[0])
+                cpu_products.linear_groups(x, matrix, self.shape[0])
             else:
                 quantized_linear(x, matrix, self.shape[0])
 

@@ -18,9 +18,8 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
 from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
-from zero_inference.engines.stream.placement import Placement, fuses_experts
+from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import SharedInput, weight_of
-from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_off_bytes
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.timing import Transfers
@@ -39,10 +38,7 @@ class CpuBlock(SharedInput):
     def __init__(self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend):
         super().__init__()
         self.backend = backend
-        self.weights = {
-            name: _weight(module.get_submodule(name), name, block.layout, buffer, backend.scheme)
-            for name in block.linears
-        }
+        self.weights = {name: _weight(module.get_submodule(name), name, block.layout, buffer) for name in block.linears}
         self.tasks: dict[tuple[str, ...], Task] = {}
         self.task = self._feed_forward_task(block)
 
@@ -57,8 +53,7 @@ class CpuBlock(SharedInput):
         return self.product(name, x)
 
     def alike(self, one: str, other: str) -> bool:  # the kernels prepare the same input for both weights
-        a, b = self.weights[one].matrix, self.weights[other].matrix
-        return (a.bits, a.group, a.dtype, a.columns) == (b.bits, b.group, b.dtype, b.columns)
+        return self.weights[one].matrix.format == self.weights[other].matrix.format
 
     def finish_observing(self) -> None:
         """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
@@ -80,7 +75,7 @@ class CpuBlock(SharedInput):
             both = weights[0]
             halves = _gate_and_up(both.matrix, both.bias, 0, both.matrix.rows // 2, mlp.gate_is_second)
             weights = [Weight(matrix, bias, both.nbytes // 2) for matrix, bias in halves]
-        if len({(each.matrix.bits, each.matrix.group, each.matrix.rows) for each in weights}) > 1:
+        if len({(each.matrix.rows, *each.matrix.format) for each in weights}) > 1:
             return None
         combine = "gated" if len(weights) == 2 else "activation"
         return self._add_task([Stage(weights, combine, mlp.activation), Stage([self.weights[mlp.last]])])
@@ -103,22 +98,18 @@ def _gate_and_up(
     return halves[::-1] if gate_is_second else halves
 
 
-def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization | None) -> Matrix:
+def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor) -> Matrix:
     """Return the matrix of a weight [..., columns] in `buffer`; all dimensions before the last are rows."""
     columns = stored.plain.shape[-1]
     rows = math.prod(stored.plain.shape[:-1])
-    tensors = [piece.of(buffer) for piece in stored.pieces]
-    if stored.packed is None or scheme is None:
-        return Matrix.plain(tensors[0].view(rows, columns))
-    codes, scales, minima = tensors
-    return Matrix.groups(codes, scales, minima, scheme.bits, scheme.group_size, rows)
+    if stored.packed is None:
+        return Matrix.plain(stored.plain.of(buffer).view(rows, columns))
+    return Matrix.quantized(stored.packed.of(buffer), rows, columns, stored.plain.dtype)
 
 
-def _weight(
-    linear: nn.Module, name: str, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
-) -> Weight:
+def _weight(linear: nn.Module, name: str, layout: BlockLayout, buffer: torch.Tensor) -> Weight:
     stored = layout[weight_of(name)]
-    matrix = _stored_matrix(stored, buffer, scheme)
+    matrix = _stored_matrix(stored, buffer)
     bias = None
     if linear.bias is not None:
         bias = layout[f"{name}.bias" if name else "bias"].plain.of(buffer)
@@ -133,9 +124,9 @@ class CpuExperts(CpuBlock):
         self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend, cache: ExpertCache | None
     ):
         super().__init__(block, module, buffer, backend)
-        form, self.cache, self.device_fuses_experts = block.experts, cache, fuses_experts(backend.scheme)
+        form, self.cache, self.device_fuses_experts = block.experts, cache, backend.placement.fuses_codes
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
-        experts = _experts(form, block.layout, buffer, backend.scheme)
+        experts = _experts(form, block.layout, buffer)
         counts = None if cache is None else cache.counts
         self.task = add_experts(backend.pool, experts, activation, backend.dtype, counts)
         backend.pool.reserve(self.task, backend.max_rows, form.top_k)
@@ -164,10 +155,8 @@ class CpuExperts(CpuBlock):
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
 
-def _experts(
-    experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
-) -> list[Expert]:
-    first, last = (_stored_matrix(layout[name], buffer, scheme) for name in (experts.gate_up, experts.down))
+def _experts(experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor) -> list[Expert]:
+    first, last = (_stored_matrix(layout[name], buffer) for name in (experts.gate_up, experts.down))
     first_bias, last_bias = (
         layout[name].plain.of(buffer) if name else [None] * experts.num_experts
         for name in (experts.gate_up_bias, experts.down_bias)
@@ -191,7 +180,7 @@ class CpuBackend:
     """The thread pool of a run, which serves all of its devices, and the blocks that it computes."""
 
     def __init__(self, plan: CpuPlan, job: Job, placement: Placement, store: BlockStore, transfers: Transfers):
-        self.plan, self.placement, self.store, self.scheme = plan, placement, store, placement.scheme
+        self.plan, self.placement, self.store = plan, placement, store
         self.dtype, self.decode_rows = job.spec.dtype, plan.decode_rows
         self.max_rows = max(plan.decode_rows, plan.prompt_rows)
         # blocks that may be CPU-computed at any time

@@ -200,10 +200,18 @@ class BlockStore:
                 f"block {block}: {stored.name} is {found[1]} {list(found[0])}, expected is {expected[1]} "
                 f"{list(expected[0])}; use weights that match the model's config.json."
             )
-        tensors = (values,) if stored.packed is None else quantize(values.to(self.devices[block]), scheme)
+        self._copy(
+            block, stored, (values,) if stored.packed is None else quantize(values.to(self.devices[block]), scheme)
+        )
+
+    def put_stored(self, block: int, stored: StoredParameter, weight: QuantizedWeight) -> None:
+        """Store a parameter of `block` that is quantized already. Raises RunError: host memory is exhausted or may not be page-locked."""
+        self._copy(block, stored, weight.tensors.values())
+
+    def _copy(self, block: int, stored: StoredParameter, tensors: Iterable[torch.Tensor]) -> None:
         if block not in self.buffers:
             self.buffers[block] = host_empty((self.layouts[block].nbytes,), torch.uint8, self.pinned)
-        for span, tensor in zip(stored.pieces, tensors):
+        for span, tensor in zip(stored.pieces, tensors, strict=True):
             span.of(self.buffers[block]).copy_(tensor.reshape(span.shape))
 
     def close(self) -> None:

@@ -174,9 +174,7 @@ class QuantizedHead:
             if can_fuse(x, packed, bias):
                 return quantized_linear(input, packed, count, bias)
             if not x.is_cuda and load_library() is not None:
-                codes, scales, minima = packed.tensors.values()
-                size = packed.format.group_size
-                return cpu_products.linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
+                return cpu_products.linear_groups(input, packed, count, bias)
         out = x.new_empty(len(x), count)
         for first in range(0, count, len(self.rows)):
             rows = self.rows[: count - first]
