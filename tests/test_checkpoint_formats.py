@@ -103,13 +103,56 @@ def test_values_are_those_of_the_writer_bit_for_bit(family, name, pair):
     )
 
 
+def stored_bytes(folder) -> int:
+    """Return the bytes of the tensors of a checkpoint that are weights."""
+    ignored = ("weight_shape", "g_idx", "input_scale")
+    tensors = load_file(folder / "model.safetensors")
+    return sum(tensor.nbytes for key, tensor in tensors.items() if not key.endswith(ignored))
+
+
 @pytest.mark.parametrize("family, name", CASES)
-def test_ids_are_those_of_the_expanded_checkpoint(family, name, pair, tmp_path):
+def test_the_stream_engine_keeps_them_and_generates_the_ids_of_the_expanded_checkpoint(family, name, pair, tmp_path):
     quantized, plain = pair(family, name)
     expected = output_ids_sha256(plain_ids(plain, random_ids(0, BATCH, PROMPT, VOCAB), GEN))
-    engine = ["resident"] if name.endswith(("channel", "block")) else ["stream", "--gpu-memory", "0"]
-    assert run(quantized, tmp_path, "--engine", *engine) == 0
-    assert read_records(tmp_path / "run.jsonl")[-1]["output_ids_sha256"] == expected
+    for share in ("off", "0.5", "1"):
+        assert run(quantized, tmp_path, "--engine", "stream", "--gpu-memory", 0, "--cpu-compute", share) == 0
+        record = read_records(tmp_path / "run.jsonl")[-1]
+        assert record["output_ids_sha256"] == expected, share
+        assert record["stored_format"] == checkpoint_format("it", FORMATS[name].config).name
+    reordered = name == "gptq-desc-act"  # expanded
+    # scales of whole rows are repeated for groups of 128, zero points take a byte, and those of FP8 tensors are one for each row
+    allowed = {"ct-int4-channel": 1.1, "ct-int4-channel-zeros": 1.1, "ct-int8-channel": 1.05, "gptq-column": 1.1}.get(
+        name, 1.03
+    )
+    if not reordered:
+        assert stored_bytes(quantized) <= record["weight_bytes"] <= allowed * stored_bytes(quantized)
+
+
+@pytest.mark.parametrize(
+    "engine, name",
+    [("resident", "ct-int4-g32"), ("accelerate --cpu-offload", "modelopt-fp8"), ("deepspeed --cpu-offload", "awq-g64")],
+)
+def test_other_engines_expand_them_and_say_so(engine, name, pair, tmp_path, capfd):
+    quantized, plain = pair("qwen3", name)
+    expected = output_ids_sha256(plain_ids(plain, random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+    assert run(quantized, tmp_path, "--engine", *engine.split()) == 0
+    record = read_records(tmp_path / "run.jsonl")[-1]
+    assert record["output_ids_sha256"] == expected and record["stored_format"] is None and record["quant_bits"] == 16
+    assert "weights are expanded to float32; --engine stream keeps them" in capfd.readouterr().err
+
+
+def test_quantizing_once_more_is_said_to_round_twice(pair, tmp_path, capfd):
+    quantized, _ = pair("qwen3", "ct-fp8-channel")
+    assert run(quantized, tmp_path, "--engine", "stream", "--gpu-memory", 0, "--quant-bits", 4) == 0
+    assert "FP8 (compressed-tensors) weights are rounded a second time, to int4" in capfd.readouterr().err
+
+
+def test_keeping_weights_is_refused_where_it_is_not_possible(pair, tmp_path, capfd):
+    quantized, plain = pair("qwen3", "ct-int4-g32")
+    assert run(plain, tmp_path, "--engine", "stream", "--quant-bits", "stored") == 2
+    assert "are not quantized" in capfd.readouterr().err
+    assert run(quantized, tmp_path, "--cpu-offload", "--quant-bits", "stored") == 2
+    assert "--engine deepspeed converts the weights" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -147,7 +190,7 @@ def test_the_quantization_config_is_found_where_publishers_put_it(place, pair, t
     from zero_inference.models.spec import resolve_model
 
     spec = resolve_model(RunConfig(model=str(folder), engine="resident").validate(), "cpu")
-    assert spec.checkpoint_format.name == "ModelOpt NVFP4"
+    assert spec.checkpoint_format.name == "NVFP4 (ModelOpt)"
 
 
 DOWN = "model.layers.1.mlp.down_proj."

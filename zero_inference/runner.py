@@ -184,7 +184,7 @@ def _measure(
     profile = plan.job.machine.profile()
     caveat = profile.caveat() if profile is not None else None
     warning = f"warning: this machine's {caveat}" if caveat else None
-    for remark in filter(None, (warning, note, steadiness.load_warning(files.result.machine))):
+    for remark in filter(None, (warning, plan.job.conversion, note, steadiness.load_warning(files.result.machine))):
         progress.say(remark)
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)

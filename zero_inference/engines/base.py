@@ -69,7 +69,8 @@ class Job:
         if self.spec.kept_format(self.config) is None:
             return {}
         model = self.empty_model.model
-        return self.empty_model.cached("stored formats", lambda: stored_formats(model, self.spec))
+        key = "stored formats", self.spec.weights_are_here
+        return self.empty_model.cached(key, lambda: stored_formats(model, self.spec))
 
     @property
     def quant_bits(self) -> int:
@@ -88,6 +89,17 @@ class Job:
         if kept is not None:
             return kept.name
         return f"int{self.quant_bits}" if self.quantized else SHORT_DTYPES[self.spec.dtype_name]
+
+    @property
+    def conversion(self) -> str | None:
+        """What loading does to the weights of a quantized checkpoint; None if they are kept as they are stored, or not quantized."""
+        stored = None if self.spec.dummy else self.spec.checkpoint_format
+        if stored is None or self.spec.kept_format(self.config) is not None:
+            return None
+        kept = "--quant-bits stored keeps them" if self.config.engine == "stream" else "--engine stream keeps them"
+        if self.config.quantized:
+            return f"the checkpoint's {stored.name} weights are rounded a second time, to {self.format_name}; {kept}"
+        return f"the checkpoint's {stored.name} weights are expanded to {self.spec.dtype_name}; {kept}"
 
     @property
     def num_gpus(self) -> int:

@@ -14,9 +14,9 @@ import torch
 
 from zero_inference.config.option import STORED
 from zero_inference.config.run_config import RunConfig
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.models.built_in import SMOLLM2, Preset, find_preset, similar_presets, smollm2_checkpoint
-from zero_inference.models.checkpoint_files import errors_as, has_tokenizer, pop_quantization_config
+from zero_inference.models.checkpoint_files import errors_as, find_shards, has_tokenizer, pop_quantization_config
 from zero_inference.models.checkpoint_formats import CheckpointFormat, checkpoint_format
 from zero_inference.models.hub import Snapshot, open_snapshot
 
@@ -68,6 +68,17 @@ class ModelSpec:
     def kept_format(self, config: RunConfig) -> CheckpointFormat | None:
         """Return the format of the weights that a run keeps as the checkpoint stores them; None if it converts them."""
         return self.checkpoint_format if config.keeps_stored else None
+
+    @property
+    def weights_are_here(self) -> bool:
+        """Whether all files of the weights are in a local folder."""
+        folder = self.folder or (self.snapshot.folder if self.snapshot is not None else None)
+        if self.dummy or folder is None:
+            return False
+        with suppress(RunError):  # missing or damaged: loading says so
+            find_shards(folder)
+            return True
+        return False
 
     def checkpoint_folder(self) -> Path:
         """Return the local folder with the weights, fetched from the hub if need be. Raises UsageError if they cannot be fetched."""

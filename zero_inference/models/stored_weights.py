@@ -7,7 +7,7 @@ because its operations (stacking experts, joining gate and up) act on rows, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +21,7 @@ from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
 from zero_inference.models.checkpoint_files import Shards
 from zero_inference.models.checkpoint_formats import StoredWeight
 from zero_inference.models.empty_model import set_tensor
-from zero_inference.models.layers import find_layers
+from zero_inference.models.layers import find_layers, first_of_kind
 from zero_inference.models.mlp import detect_experts
 from zero_inference.models.spec import ModelSpec
 
@@ -37,15 +37,17 @@ def stored_formats(model: nn.Module, spec: ModelSpec) -> dict[str, tuple[WeightF
 
     The files of the checkpoint decide where they are here, else its quantization config.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     checkpoint, found = spec.checkpoint_format, {}
     if checkpoint is None:
         return {}
     from_files = _formats_in_files(model, spec)
-    dtype = getattr(spec.config, "dtype", None) or spec.dtype
+    dtype, mapping = getattr(spec.config, "dtype", None) or spec.dtype, get_model_conversion_mapping(model)
     for name, (shape, transposed) in _weights(model).items():
         form = None if from_files is None else from_files.get(name)
         if from_files is None:
-            modules = checkpoint_modules(model, name)
+            modules = checkpoint_modules(mapping, name)
             if not any(map(checkpoint.skips, modules)):
                 form = checkpoint.format_of(modules[-1], shape, dtype)
         if form is not None and shape[-1] * form.bits % 8 == 0:
@@ -66,45 +68,48 @@ def _kept_format(form: WeightFormat, shape: tuple[int, ...]) -> WeightFormat:
 
 def _weights(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Return parameter -> (shape [..., out, in], whether the model has it transposed) of linear modules and experts in decoder layers."""
-    found = {}
-    prefix, layers = find_layers(model)
+    found: dict[str, tuple[tuple[int, ...], bool]] = {}
+    (prefix, layers), same_as = find_layers(model), first_of_kind(model)
+    by_layer: dict[int, dict[str, tuple[tuple[int, ...], bool]]] = {}
     for index, layer in enumerate(layers):
-        for own, module in layer.named_modules():
-            name = f"{prefix}.{index}.{own}"
-            if isinstance(module, nn.Linear):
-                found[f"{name}.weight"] = tuple(module.weight.shape), False
-            elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
-                experts = detect_experts(module)
-                for each in (experts.gate_up, experts.down) if experts is not None else ():
-                    parameter = module.get_parameter(each)
-                    shape = parameter.mT.shape if experts.transposed else parameter.shape
-                    found[f"{name}.{each}"] = tuple(shape), experts.transposed
+        first = same_as.get(index, index)
+        by_layer[index] = by_layer[first] if first in by_layer else dict(_weights_of(layer))
+        found |= {f"{prefix}.{index}.{own}": each for own, each in by_layer[index].items()}
     return found
 
 
-def checkpoint_modules(model: nn.Module, name: str) -> list[str]:
-    """Return the modules by which parameter `name` may be called in a checkpoint or its config, those of single experts last."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
+def _weights_of(layer: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], bool]]]:
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            yield f"{name}.weight", (tuple(module.weight.shape), False)
+        elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            experts = detect_experts(module)
+            for own in (experts.gate_up, experts.down) if experts is not None else ():
+                parameter = module.get_parameter(own)
+                shape = parameter.mT.shape if experts.transposed else parameter.shape
+                yield f"{name}.{own}", (tuple(shape), experts.transposed)
 
+
+def checkpoint_modules(mapping: Iterable[Any], name: str) -> list[str]:
+    """Return the modules by which parameter `name` may be called in a checkpoint or its config, those of single experts last.
+
+    Args:
+        mapping: transformers' `get_model_conversion_mapping` of the model.
+    """
     found = [name]
-    for each in get_model_conversion_mapping(model):
+    for each in mapping:
         for target in each.target_patterns:
-            if target in name:
-                sources = [source.replace("*", "0") for source in each.source_patterns]
-                found += [known.replace(target, source) for known in [*found] for source in sources if target in known]
-                if isinstance(each, WeightConverter):
-                    break
+            sources = [source.replace("*", "0") for source in each.source_patterns]
+            found += [known.replace(target, source) for known in [*found] for source in sources if target in known]
     return list(dict.fromkeys(each.removesuffix(".weight") for each in found))
 
 
 def _formats_in_files(model: nn.Module, spec: ModelSpec) -> dict[str, WeightFormat] | None:
     """Return parameter -> format of quantized weights by the headers of the checkpoint's files; None where they are not here."""
-    folder = spec.folder or (spec.snapshot.folder if spec.snapshot is not None else None)
-    if spec.dummy or folder is None:
+    if not spec.weights_are_here:
         return None
-    with suppress(RunError):  # missing or damaged: loading says so
-        shards = Shards(folder, spec.checkpoint_format, spec.dtype)
+    with suppress(RunError):  # damaged: loading says so
+        shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
         keys = [key for key in shards.quantized if re.sub(EXPERT, r"\1.0.", key) == key]  # one expert stands for all
         with shards.open(keys) as tensors:
             weights = {key: weight for key, weight in tensors.items() if weight.column_order is None}

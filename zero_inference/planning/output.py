@@ -241,7 +241,7 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
         weights += f"; {plan.engine_plan.describe_location()}"
     place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
     cache = f"{format_bytes(log_sizes(job)['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"
-    rows += [("weights", weights), ("KV cache", cache)]
+    rows += [("weights", weights), ("", job.conversion or ""), ("KV cache", cache)]
     if plan is not None:
         rows += plan.describe_gpus()
         rows += [("decode", line) for line in plan.engine_plan.in_words()] + [("experts", plan.unchosen_experts or "")]

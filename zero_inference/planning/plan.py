@@ -258,7 +258,8 @@ class Plan:
         """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
         Raises UsageError: it has become too little."""
         if self.job.free_device_bytes is None:
-            return self
+            # the files of weights that have been fetched say how they are stored
+            return make_plan(self.job) if self.job.stored_formats else self
         free_by_device = self.job.machine.free_device_bytes(self.job.devices, self.job.ranks)
         return make_plan(replace(self.job, free_by_device=free_by_device))
 

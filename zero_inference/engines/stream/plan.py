@@ -386,7 +386,7 @@ def _laid_out(job: Job, divided: bool) -> tuple[list[Block], int]:
     """Return blocks and the bytes of all other parameters, as `lay_out_blocks` (cached), with the head as it is stored."""
     scheme, stored = _scheme(job), job.stored_formats
     blocks, outside_bytes = job.empty_model.cached(
-        ("blocks", scheme, bool(stored), divided),
+        ("blocks", scheme, bool(stored) and job.spec.weights_are_here, bool(stored), divided),
         lambda: lay_out_blocks(job.empty_model.model, scheme, divided, stored),
     )
     head = _head(job, blocks)

@@ -128,7 +128,7 @@ class CheckpointFormat(ABC):
     """The format of a quantized checkpoint, by its quantization config. Subclasses name their options and raise UsageError for others.
 
     Attributes:
-        name: for messages and records, such as "MXFP4".
+        name: for messages and records, such as "MXFP4" or "int4 (GPTQ)".
     """
 
     name: str

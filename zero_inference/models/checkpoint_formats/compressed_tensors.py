@@ -97,12 +97,14 @@ class CompressedTensors(CheckpointFormat):
             raise refuse(model, "compressed-tensors with sparse weights", "dense ones are read")
         if config.get("transform_config"):
             raise refuse(model, "compressed-tensors with transforms of activations", "weights without them are read")
-        names = dict.fromkeys(f"{each.format} {each.weights['type']}{each.weights['num_bits']}" for each in groups)
         skipped = skipped_modules(config, "ignore")
         least = min(groups, key=lambda each: each.weights["num_bits"])  # experts, of which there are most
         size = E2M1_GROUPS.get(least.format) or (_block_sizes(least.weights) or (1, _group_size(least.weights)))[1]
         sizes = {"bits": least.weights["num_bits"], "group_size": size}
-        return cls(f"compressed-tensors {', '.join(names)}", ENDS, IGNORED, **sizes, skipped=skipped, groups=groups)
+        names = {"mxfp4-pack-quantized": "MXFP4", "nvfp4-pack-quantized": "NVFP4"}
+        kind = "int" if least.weights["type"] == "int" else "FP"
+        name = names.get(least.format, f"{kind}{least.weights['num_bits']}")
+        return cls(f"{name} (compressed-tensors)", ENDS, IGNORED, **sizes, skipped=skipped, groups=groups)
 
     def _group_of(self, module: str) -> Group:
         # a target names modules or their class, which is that of linear modules

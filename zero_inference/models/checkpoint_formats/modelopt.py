@@ -59,7 +59,7 @@ class ModelOpt(CheckpointFormat):
         of_layers = {name: str(each.get("quant_algo")).upper() for name, each in layers.items()}
         bits, size = (8, -1) if algorithm == "FP8" else (4, GROUP)
         return cls(
-            f"ModelOpt {algorithm}",
+            f"{algorithm} (ModelOpt)",
             ENDS,
             IGNORED,
             bits=bits,

@@ -62,7 +62,7 @@ class Gptq(CheckpointFormat):
         offset = 0 if version == "gptq_v2" else 1
         skipped = () if config.get("lm_head") else ("lm_head",)
         return cls(
-            f"GPTQ int{bits}",
+            f"int{bits} (GPTQ)",
             PARTS,
             suffix=".weight",
             skipped=(
@@ -111,7 +111,7 @@ class Awq(CheckpointFormat):
             raise refuse(model, f"awq version {version!r}", "gemm is read")
         size = config.get("group_size", config.get("q_group_size", 128))
         skipped = ("lm_head", *skipped_modules(config, "modules_to_not_convert"))
-        return cls("AWQ int4", PARTS, suffix=".weight", skipped=skipped, group_size=size)
+        return cls("int4 (AWQ)", PARTS, suffix=".weight", skipped=skipped, group_size=size)
 
     def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
         return integer_format(4, self.group_size, shape, torch.float16, True)
