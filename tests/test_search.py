@@ -71,9 +71,7 @@ def found():
 
 
 def test_all_that_fits_is_a_candidate(found):
-    planned = {
-        (each.job.config.engine, each.job.config.quant_bits, each.job.config.batch_size) for each in found.candidates
-    }
+    planned = {(each.job.config.engine, each.job.quant_bits, each.job.config.batch_size) for each in found.candidates}
     assert {("stream", bits, batch) for bits in (16, 8, 4) for batch in (1, 8, 32)} <= planned
     assert ("deepspeed", 4, 8) in planned and ("accelerate", 16, 1) in planned
     assert "resident" in {plan.job.config.engine for plan in found.too_large} and ("resident", 16, 1) not in planned

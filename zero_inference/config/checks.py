@@ -54,7 +54,8 @@ def _in_engine(config: Options) -> Iterator[str]:
         )
     for option in OPTIONS.values():
         value, engines = getattr(config, option.name), option.engines
-        if not engines or value is False or value == DEFAULTS[option.name]:
+        in_16_bits = option.kind == "bits" and value == 16  # as every engine stores weights
+        if not engines or value is False or value == DEFAULTS[option.name] or in_16_bits:
             continue
         if config.engine not in engines or (by_plan and len(engines) == 1):
             yield (

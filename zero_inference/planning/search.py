@@ -93,8 +93,11 @@ def find_candidates(
     found = SearchResult(job)
     if quant_bits is None:
         quant_bits = (STORED, *QUANT_BITS) if job.spec.checkpoint_format is not None else QUANT_BITS
+    keeps = {"stream"} if job.spec.checkpoint_format is not None else set()  # 16 bits are no engine's default for these
     weights = [
-        {"engine": engine, "quant_bits": bits, "cpu_offload": False, "disk_offload": False} | each
+        {"engine": engine, "quant_bits": None if bits == 16 and engine not in keeps else bits}
+        | {"cpu_offload": False, "disk_offload": False}
+        | each
         for engine in engines
         for bits in quant_bits
         if bits in (None, 16) or engine in (("stream",) if bits == STORED else QUANTIZING_ENGINES)
