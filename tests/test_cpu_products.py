@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_refused():
         Matrix.plain(weight.t())
     with pytest.raises(ValueError, match="codes must be torch.uint8, 160 elements"):
         Matrix.groups(codes[1:], scale, minimum, 4, 32, 5)
-    with pytest.raises(ValueError, match="minimum must be torch.float32, 10 elements"):
+    with pytest.raises(ValueError, match="offsets must be torch.float32, 10 elements"):
         Matrix.groups(codes, scale, minimum[1:], 4, 32, 5)
     with pytest.raises(ValueError, match="even for 4 bits"):
         Matrix.groups(codes, scale, minimum, 4, 31, 5)
