@@ -3,10 +3,13 @@
     linear layer    out[m, n] = sum_k x[m, k] * weight[n, k] + bias[n]
     experts         out[p, n] = sum_k x[p // experts_per_token, k] * weight[slot[p], n, k] + bias[slot[p], n]
 
-A row p of experts is a pair of a token and an expert; it is zeros where slot[p] is negative. weight = code * scale + minimum, in the
-weight's dtype. The fused operators (csrc/quantization/product.cu) multiply with codes directly and never write the weight: they read a
-quarter or a half of a plain weight's bytes, which bound a decode step. That of experts reads no weight for negative slots, and each
-weight once for several rows that share it (`pairs_together`). Otherwise weights are dequantized first, of experts those of a few rows.
+A row p of experts is a pair of a token and an expert; it is zeros where slot[p] is negative. Weights are `formats.QuantizedWeight`. The
+fused operators (csrc/quantization/product.cu) multiply with codes directly and never write the weight: they read a quarter or a half of a
+plain weight's bytes, which bound a decode step. That of experts reads no weight for negative slots, and each weight once for several rows
+that share it (`pairs_together`). Otherwise weights are dequantized first, of experts those of a few rows.
+
+Integers are rounded to x's dtype once, as weights. Floats are exact: MXFP4 from scales of 2^-62 to 2^64 (larger ones give infinity or NaN),
+and e4m3 without its NaN, which counts as 480 in fused products.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zero_inference.kernels.extension import load_extension, operator_library
-from zero_inference.kernels.formats import QuantizedWeight, WeightFormat, dequantize_reference
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat, dequantize_reference
 from zero_inference.kernels.quantization import OPERANDS, check_packed, dequantize, describe, operands, weight_of
 
 # All tokens that the fused operator of linear layers can take in one call. With 32 it took 114 us for int4 weights of 28672 x 8192, where
@@ -30,7 +33,7 @@ FUSED_ROWS = 32
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
 FUSED_GROUP_SIZES = (16, 32, 64, 128)
 ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
-# Shared memory of a block for the scales of groups of 16; devices with 99 KB (8.6, 8.9, 12.0) have less.
+# Shared memory of a block for scales and minima of groups of 16; devices with 99 KB (8.6, 8.9, 12.0) have less.
 GROUP_16_SHARED_BYTES = 132 << 10
 MAX_PAIRS = 65535  # in a call of the experts' operator: the second dimension of a grid
 GATHERED_BYTES = 128 << 20  # at once: enough to fill a device, little beside the memory that a run keeps free
@@ -157,32 +160,40 @@ def quantized_expert_linear(
 def can_fuse(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> bool:
     """Return whether the fused operators take these arguments, for any number of tokens.
 
-    They need a CUDA device of capability 8.0 or newer, the compiled extension, 16-bit dtypes, groups of 16, 32, 64 or 128, and rows of
-    codes and tensors aligned to 16 bytes.
+    They need a CUDA device of capability 8.0 or newer, the compiled extension, a format of `format_can_fuse`, rows of whole groups (e4m3
+    may end in a part of one), and rows of codes and tensors aligned to 16 bytes.
     """
-    form, tensors = weight.format, weight.tensors.values()
+    form, columns, tensors = weight.format, x.shape[-1], weight.tensors.values()
     return (
         x.is_cuda
         and format_can_fuse(form, x.dtype)
-        and x.shape[-1] * form.bits % (8 * ALIGNMENT) == 0
-        and x.shape[-1] % form.group_size == 0
+        and columns * form.bits % (8 * ALIGNMENT) == 0
+        and (form.codes == Codes.E4M3 or columns % form.group_size == 0)
         and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (*tensors, bias) if tensor is not None)
-        and _device_can_fuse(x.device.index, form.group_size)
+        and _device_can_fuse(x.device.index, form.minima and form.group_size == 16)
         and load_extension()
     )
 
 
 @functools.cache
 def format_can_fuse(form: WeightFormat, dtype: torch.dtype) -> bool:
-    """Return whether the fused operators multiply codes of this format with x of `dtype`."""
-    ours = form.minima and not form.zero_points and not form.row_scales and form.group_rows == 1
-    return dtype in FUSED_DTYPES and ours and form.scale_dtype == dtype and form.group_size in FUSED_GROUP_SIZES
+    """Return whether csrc/quantization/product.cu has a kernel for this format and x of `dtype`."""
+    scales = form.group_size, form.scale_dtype
+    if form.codes in (Codes.INT4, Codes.INT8):
+        sizes = FUSED_GROUP_SIZES if form.minima or form.codes == Codes.INT8 else FUSED_GROUP_SIZES[1:]
+        plain = form.group_rows == 1 and not form.row_scales and not (form.zero_points and form.codes == Codes.INT8)
+        return dtype in FUSED_DTYPES and plain and form.scale_dtype == dtype and form.group_size in sizes
+    if dtype != torch.bfloat16 or form.minima or form.zero_points:
+        return False
+    if form.codes == Codes.E2M1:
+        return form.group_rows == 1 and scales in ((32, torch.float8_e8m0fnu), (16, torch.float8_e4m3fn))
+    return form.group_size == 0 or scales in ((64, torch.float32), (128, torch.float32))
 
 
 @functools.cache
-def _device_can_fuse(index: int, group_size: int) -> bool:
+def _device_can_fuse(index: int, needs_group_16: bool) -> bool:
     properties = torch.cuda.get_device_properties(index)
-    enough = group_size > 16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
+    enough = not needs_group_16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
     return properties.major >= 8 and enough
 
 
