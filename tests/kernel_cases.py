@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,30 @@ def random_weight(form: WeightFormat, *shape: int) -> QuantizedWeight:
             least = 1 if name == "row_scales" else number
             tensors[name] = (least * (0.2 + torch.rand(size, generator=draw))).to(dtype)
     return QuantizedWeight(form, **tensors)
+
+
+PUBLISHED = {  # formats of checkpoints; scales of integers are in x's dtype
+    "int4": WeightFormat(Codes.INT4, 32),
+    "int8": WeightFormat(Codes.INT8, 128),
+    "int4 with zero points": WeightFormat(Codes.INT4, 64, zero_points=True),
+    "int8 with zero points": WeightFormat(Codes.INT8, 64, zero_points=True),
+    "mxfp4": WeightFormat(Codes.E2M1, 32, scale_dtype=torch.float8_e8m0fnu),
+    "nvfp4": WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True),
+    "nvfp4 divided": WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True, divides=True),
+    "fp8 in blocks": WeightFormat(Codes.E4M3, 128, 128),
+    "fp8 in groups": WeightFormat(Codes.E4M3, 64, row_scales=True, divides=True),
+    "fp8 by channel": WeightFormat(Codes.E4M3, row_scales=True),
+}
+
+
+def published(name: str, dtype: torch.dtype) -> WeightFormat:
+    form = PUBLISHED[name]
+    return replace(form, scale_dtype=dtype) if form.codes in (Codes.INT4, Codes.INT8) else form
+
+
+def whole_rows(rows: int, form: WeightFormat) -> int:
+    """Return `rows`, rounded up to whole groups."""
+    return -(-rows // form.group_rows) * form.group_rows
 
 
 class PackedWeights:

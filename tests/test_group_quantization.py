@@ -6,11 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import on_gpu, quantized, relative_error, skip_without
+from kernel_cases import (
+    PUBLISHED,
+    PackedWeights,
+    on_gpu,
+    published,
+    quantized,
+    relative_error,
+    skip_without,
+    whole_rows,
+)
 
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.products import quantize as quantize_on_cpu
 from zero_inference.kernels import formats, quantization
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
 from zero_inference.kernels.quantization import GroupQuantization, dequantize, quantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -287,6 +297,72 @@ def test_the_kernel_gives_the_bits_of_the_reference():
 
     checked, wrong = check()
     assert checked > 100 and not wrong, wrong[:5]
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_values_of_published_formats_are_those_of_their_definition(name):
+    """Element by element, exactly: float32 holds each step of these."""
+    form, columns = published(name, torch.float32), 80
+    packed = PackedWeights(1, whole_rows(5, form), columns, form, torch.float32)
+    weight = packed.weight
+    if weight.row_scales is not None:
+        weight.row_scales.fill_(0.25)  # a quotient or product that is exact
+    out = torch.empty_like(packed.plain)
+    dequantize(weight, out)
+    size = form.group_size or columns
+    for row, column in ((0, 0), (1, 31), (2, 33), (4, 79)):
+        index = row // form.group_rows, column // size
+        code = int(weight.codes[0, row, column * form.bits // 8])
+        code = code >> 4 * (column % 2) & 15 if form.bits == 4 else code
+        scale = float(weight.scales[0][index]) if weight.scales is not None else 1.0
+        if form.row_scales:
+            scale *= 4 if form.divides else 0.25
+        if form.codes == Codes.E2M1:
+            number = (-1) ** (code >> 3) * E2M1[code & 7]
+        elif form.codes == Codes.E4M3:
+            exponent, mantissa = code >> 3 & 15, code & 7
+            number = (mantissa / 8 if exponent == 0 else 1 + mantissa / 8) * 2.0 ** (max(exponent, 1) - 7)
+            number *= (-1) ** (code >> 7)
+        else:
+            number = code - (int(weight.offsets[0][index]) if form.zero_points else form.codes.center)
+        assert out[0, row, column].item() == torch.tensor(number * scale).item(), (row, column)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_kernel_gives_the_bits_of_the_reference_for_published_formats(name, dtype):
+    """Whole and partial groups, rows of whole vectors or not, and tensors that are not aligned."""
+    for scale_dtype in (dtype, torch.bfloat16):
+        form = published(name, scale_dtype)
+        for rows, columns in ((1, 16), (5, 80), (33, 4112), (3, 130), (7, 12)):
+            packed = PackedWeights(2, whole_rows(rows, form), columns, form, dtype, "cuda")
+            for offset in (0, 1):
+                memory = torch.full((packed.plain.numel() + 2,), 7.0, dtype=dtype, device="cuda")
+                out = memory[offset : offset + packed.plain.numel()].view_as(packed.plain)
+                dequantize(packed.weight, out)
+                assert torch.equal(out, packed.plain) and int((memory == 7).sum()) - int((out == 7).sum()) == 2
+
+
+@on_gpu
+@pytest.mark.parametrize("codes", Codes)
+def test_the_kernel_knows_every_code_and_scale(codes):
+    """All 256 bytes, with each exponent and float of a byte as scale; NaN where the reference has it."""
+    every = torch.arange(256, dtype=torch.uint8, device="cuda")
+    columns = 256 * 8 // codes.bits
+    for scale_dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
+        weight = QuantizedWeight(
+            WeightFormat(codes, columns, scale_dtype=scale_dtype),
+            every.repeat(256, 1),
+            every[:, None].view(scale_dtype),
+        )
+        out, expected = torch.empty(2, 256, columns, device="cuda")
+        dequantize(weight, out)
+        formats.dequantize_reference(weight, expected)
+        assert torch.equal(out.nan_to_num(12345.0), expected.nan_to_num(12345.0))
 
 
 @on_gpu

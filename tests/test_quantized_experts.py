@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import BOUNDS, ON_GPU, PackedWeights, on_gpu, own, relative_error
+from kernel_cases import BOUNDS, ON_GPU, PUBLISHED, PackedWeights, on_gpu, own, published, relative_error, whole_rows
 
 from zero_inference.engines.stream.layout import Packed
 from zero_inference.engines.stream.products import epilogue_of, experts_forward
@@ -15,6 +15,7 @@ from zero_inference.kernels import products
 from zero_inference.kernels.products import (
     can_fuse,
     expert_linear,
+    format_can_fuse,
     quantized_expert_linear,
     quantized_expert_linear_reference,
 )
@@ -153,6 +154,16 @@ def test_each_row_meets_its_weight(bits, group_size, dtype, monkeypatch):
     case.check(expert_linear(case.x, case.plain, case.slot))
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_row_meets_its_weight_of_a_published_format(name, dtype):
+    form = published(name, dtype)
+    case = Case([2, -1, 0, 2, 1], 3, whole_rows(74, form), 128, form, dtype)
+    out = quantized_expert_linear(*case.arguments)
+    case.check(out)
+    assert torch.equal(out, case.fused())
+
+
 def test_what_does_not_fit_is_a_value_error():
     case = Case([1, 0], 2, 6, 64, own(8, 32, torch.float16), torch.float16)
     names = ("x", "weight", "rows", "slot")
@@ -191,6 +202,31 @@ def test_the_kernel_gives_the_products_of_float64(bits, group_size, dtype):
             case.slot[case.slot > 4] = -1
             reference = quantized_expert_linear_reference(*case.arguments)
             assert relative_error(out, reference.double()) <= 2 * BOUNDS[dtype] or not reference.any()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_kernel_multiplies_published_formats(name, dtype):
+    """Pairs alone and together; each weight's scales begin where the one before ends, gate and up in halves and interleaved."""
+    form = published(name, dtype)
+    unit = max(64, form.group_size)
+    for seed, (rows, columns) in enumerate(((2, unit), (74, 3 * unit), (130, 9 * unit), (1030, 2048 + unit))):
+        rows = whole_rows(rows, form)
+        for slots, k in (([0], 1), ([4, -1, 0, 3], 4), ([1, 9, 2, -5, 2, 1], 3), ([i % 7 - 1 for i in range(40)], 2)):
+            case = Case(slots, 5, rows, columns, form, dtype, "cuda", seed)
+            case.slot[case.slot > 4] = -1
+            assert can_fuse(*case.arguments[:2]) == format_can_fuse(form, dtype)
+            out = quantized_expert_linear(*case.arguments)
+            case.check(out)
+            assert torch.equal(out, quantized_expert_linear(*case.arguments))
+            if not format_can_fuse(form, dtype):
+                continue
+            case.x = case.x[: len(slots) // k] / 16  # gate times up within float16
+            for experts in (EXPERTS["silu"], EXPERTS["gpt-oss"]):
+                bias = torch.randn(5, rows, device="cuda").to(dtype) if seed % 2 else None
+                out = quantized_expert_linear(*case.arguments, bias, epilogue_of(experts))
+                check_experts(experts, case, k, bias, BOUNDS[dtype], out)
 
 
 @on_gpu

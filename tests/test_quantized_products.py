@@ -8,12 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
-from kernel_cases import BOUNDS, PackedWeights, SeenOperators, on_gpu, own, relative_error
+from kernel_cases import (
+    BOUNDS,
+    PUBLISHED,
+    PackedWeights,
+    SeenOperators,
+    on_gpu,
+    own,
+    published,
+    relative_error,
+    whole_rows,
+)
 from torch.nn import functional
 
 from zero_inference.kernels import products
-from zero_inference.kernels.formats import Codes, QuantizedWeight
-from zero_inference.kernels.products import FUSED_ROWS, pairs_together, quantized_linear
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
+from zero_inference.kernels.products import FUSED_ROWS, format_can_fuse, pairs_together, quantized_linear
 from zero_inference.kernels.quantization import operands
 
 GROUPS = products.FUSED_GROUP_SIZES
@@ -61,6 +71,34 @@ def test_on_a_cpu_it_is_the_product_with_the_plain_weight(bits, group_size, dtyp
     assert torch.equal(out, torch.ops.zero_inference.linear_groups(*case.operands))
     shaped = quantized_linear(case.x.view(1, 3, 1, -1), *case.arguments[1:])
     assert shaped.shape == (1, 3, 1, 37) and torch.equal(shaped.view(3, 37), out)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_formats_on_a_cpu(name, dtype):
+    form = published(name, dtype)
+    case = Case(3, whole_rows(37, form), 192, form, dtype, bias=True)
+    out = quantized_linear(*case.arguments)
+    assert case.error(out) < 2 * BOUNDS[dtype]  # dequantized weights are rounded, too
+    assert torch.equal(out, torch.ops.zero_inference.linear_groups(*case.operands))
+
+
+def test_formats_that_have_a_kernel():
+    fused = {
+        dtype: {name for name in PUBLISHED if format_can_fuse(published(name, dtype), dtype)}
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    }
+    integers = {"int4", "int8", "int4 with zero points"}
+    assert fused[torch.float32] == set() and fused[torch.float16] == integers
+    assert fused[torch.bfloat16] == PUBLISHED.keys() - {"int8 with zero points"}
+    for form in (
+        own(4, 256, torch.bfloat16),
+        own(4, 32, torch.float16),
+        WeightFormat(Codes.INT4, 16, scale_dtype=torch.bfloat16),  # a lane would need two zero points
+        WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e8m0fnu),
+        WeightFormat(Codes.E4M3, 32),
+    ):
+        assert not format_can_fuse(form, torch.bfloat16)
 
 
 def test_gradients_go_through_the_plain_weight():
@@ -117,6 +155,39 @@ def test_products_are_those_of_float64(bits, group_size, dtype):
             assert torch.equal(first, quantized_linear(*case.arguments))
         case = Case(FUSED_ROWS + 1, rows, columns, own(bits, group_size, dtype), dtype, True, "cuda", seed)
         assert case.error(quantized_linear(*case.arguments)) < BOUNDS[dtype]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_products_of_published_formats_are_those_of_float64(name, dtype):
+    """Columns of one and many steps, whose last is whole or not; rows of bytes of scales that begin anywhere in a word."""
+    form = published(name, dtype)
+    unit = 128 // form.bits if form.codes == Codes.E4M3 else max(form.group_size, 128 // form.bits)
+    fuses = format_can_fuse(form, dtype)
+    launches = ((1, 1, 2), (2, 1, 2), (4, 1, 4)) if fuses else ()
+    bound = BOUNDS[dtype] if fuses else 2 * BOUNDS[dtype]  # dequantized weights are rounded, too
+    for seed, (rows, columns) in enumerate(((1, unit), (37, 3 * unit), (130, 37 * unit), (1027, 2048 + unit))):
+        for tokens in (1, 2, 8, 13, 32):
+            case = Case(tokens, whole_rows(rows, form), columns, form, dtype, tokens % 2 == 0, "cuda", seed)
+            first = quantized_linear(*case.arguments)
+            assert products.can_fuse(*case.arguments[:2]) == fuses
+            assert case.error(first) < bound, (rows, columns, tokens)
+            assert torch.equal(first, quantized_linear(*case.arguments)), (rows, columns, tokens)
+            for launch in launches if tokens <= 8 else ():
+                assert case.error(case.fused(*launch)) < BOUNDS[dtype], (rows, columns, tokens, launch)
+        case = Case(FUSED_ROWS + 1, whole_rows(rows, form), columns, form, dtype, True, "cuda", seed)
+        assert case.error(quantized_linear(*case.arguments)) < 2 * BOUNDS[dtype]
+
+
+@on_gpu
+def test_a_row_beside_scales_that_are_not_numbers_stays_finite():
+    """After a row's last group, within its last step, lie scales of the next row."""
+    case = Case(2, 4, 160, published("mxfp4", torch.bfloat16), torch.bfloat16, False, "cuda")
+    expected = case.fused()
+    case.weight.scales.view(torch.uint8)[1::2] = 255
+    out = case.fused()
+    assert torch.equal(out[:, ::2], expected[:, ::2]) and bool(out[:, 1::2].isnan().all())
 
 
 @on_gpu
