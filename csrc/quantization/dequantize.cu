@@ -17,7 +17,7 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// `scale` and `offset` have [rows / group_rows, row_groups] elements.
+// `scale` and `offset` have [groups of rows, row_groups] elements; the last group of rows may be smaller.
 struct Weight {
   const uint8_t* codes;
   const void* scale;       // or null
@@ -197,7 +197,7 @@ void dequantize_groups(const Tensor& codes, const OptionalTensor& scale, const O
   const int64_t columns = out.size(out.dim() - 1), rows = numel / columns;
   const int64_t bits = codes_kind >= kInt4 && codes_kind <= kE4M3 ? bits_of(static_cast<Codes>(codes_kind)) : 0;
   const int64_t row_groups = group_size > 0 ? divided_up(columns, group_size) : 0;
-  const int64_t groups = group_rows > 0 ? rows / group_rows * row_groups : 0;
+  const int64_t groups = group_rows > 0 ? divided_up(rows, group_rows) * row_groups : 0;
   const auto fits = [&](const Tensor& tensor, ScalarType dtype, int64_t elements) {
     return tensor.is_cuda() && tensor.get_device_index() == out.get_device_index() && tensor.scalar_type() == dtype &&
            tensor.numel() == elements && tensor.is_contiguous();
@@ -207,7 +207,7 @@ void dequantize_groups(const Tensor& codes, const OptionalTensor& scale, const O
                      scale_dtype == ScalarType::Float || scale_dtype == ScalarType::Float8_e8m0fnu ||
                      scale_dtype == ScalarType::Float8_e4m3fn;
   const bool has_minima = offset.has_value() && offset->scalar_type() != ScalarType::Byte;
-  STD_TORCH_CHECK(bits > 0 && group_size >= 0 && group_rows > 0 && rows % group_rows == 0 && columns * bits % 8 == 0 && known &&
+  STD_TORCH_CHECK(bits > 0 && group_size >= 0 && group_rows > 0 && columns * bits % 8 == 0 && known &&
                       fits(out, out.scalar_type(), numel) && fits(codes, ScalarType::Byte, numel * bits / 8) &&
                       scale.has_value() == (group_size > 0) && (!scale.has_value() || fits(*scale, scale_dtype, groups)) &&
                       (!offset.has_value() || fits(*offset, has_minima ? scale_dtype : ScalarType::Byte, groups)) &&

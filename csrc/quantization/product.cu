@@ -84,11 +84,12 @@ Task task_of(const Tensor& x, const Operands& weight, int64_t rows, int64_t weig
                   torch::headeronly::toString(dtype));
   const int64_t columns = x.size(1), bits = bits_of(weight.codes_kind());
   const bool whole = weight.kind == kE4M3 || columns % weight.group_size == 0;
-  STD_TORCH_CHECK(
-      rows >= 0 && rows % weight.group_rows == 0 && columns < (int64_t{1} << 30) && whole && columns * bits % 128 == 0,
-      "linear_groups: rows and columns must be whole groups and whole vectors of 16 bytes, found ", rows, " and ", columns);
+  STD_TORCH_CHECK(rows >= 0 && (weights == 1 || rows % weight.group_rows == 0) && columns < (int64_t{1} << 30) && whole &&
+                      columns * bits % 128 == 0,
+                  "linear_groups: rows and columns must be whole groups and whole vectors of 16 bytes, found ", rows, " and ",
+                  columns);
   const int64_t row_groups = weight.group_size > 0 ? divided_up(columns, weight.group_size) : 0;
-  const int64_t groups = weights * (rows / weight.group_rows) * row_groups;
+  const int64_t groups = weights * divided_up(rows, weight.group_rows) * row_groups;
   Task task = {};
   task.x = checked("x", x, dtype, x.size(0) * columns, x);
   task.codes =

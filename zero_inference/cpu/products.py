@@ -96,7 +96,7 @@ class Matrix(ctypes.Structure):
         form = weight.format
         if form.bits == 4 and (columns % 2 or form.group_size % 2):
             raise ValueError(f"columns and groups must be even for 4 bits; found {columns} and {form.group_size}")
-        if rows % form.group_rows or (form.codes != Codes.E4M3 and form.group_size and columns % form.group_size):
+        if form.codes != Codes.E4M3 and form.group_size and columns % form.group_size:
             raise ValueError(f"a weight of {rows} x {columns} has no whole groups of {form}")
         if dtype not in DTYPES or form.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"{form} in a model in {dtype} has no product on the CPU")

@@ -337,7 +337,7 @@ def check_packed(
         weights: number of such weights, the first dimension of the tensors; None: one weight, in tensors of any shape.
     """
     form, found = weight.format, weight.tensors
-    if columns * form.bits % 8 or rows % form.group_rows:
+    if columns * form.bits % 8 or (weights is not None and rows % form.group_rows):
         raise ValueError(f"a weight of {rows} x {columns} is not whole bytes of codes and whole {form.group_rows} rows")
     expected = form.tensors((rows, columns))
     for name in expected | found:

@@ -193,14 +193,14 @@ def _with_columns(part: str, shape: tuple[int, ...], weight: QuantizedWeight) ->
 def draw_stored(form: WeightFormat, shape: tuple[int, ...], std: float, generator: torch.Generator) -> QuantizedWeight:
     """Return a random weight of about the standard deviation `std`: codes, and scales that are all equal."""
     device = generator.device
-    spread = {Codes.INT4: 4.6, Codes.INT8: 73.9, Codes.E2M1: 2.93, Codes.E4M3: 16.0}[form.codes]  # of random codes
+    spread = {Codes.INT4: 4.3, Codes.INT8: 73.6, Codes.E2M1: 2.93, Codes.E4M3: 16.0}[form.codes]  # of random codes
     tensors: dict[str, Tensor] = {}
     for name, (of_part, dtype) in form.tensors(shape).items():
         if name == "codes" and form.codes == Codes.E4M3:
             numbers = torch.empty(of_part, dtype=torch.bfloat16, device=device)
             tensors[name] = numbers.normal_(0.0, spread, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
         elif name == "codes":
-            tensors[name] = torch.empty(of_part, dtype=dtype, device=device).random_(0, 256, generator=generator)
+            tensors[name] = _draw_codes(form.codes, of_part, generator)
         elif name == "offsets":  # zero points: the scheme with minima is that of weights which are quantized here
             tensors[name] = torch.full(of_part, form.codes.center, dtype=dtype, device=device)
         elif name == "scales" and form.row_scales:
@@ -210,3 +210,14 @@ def draw_stored(form: WeightFormat, shape: tuple[int, ...], std: float, generato
         else:
             tensors[name] = torch.full(of_part, std / spread, device=device).to(dtype)
     return QuantizedWeight(form, **tensors)
+
+
+def _draw_codes(codes: Codes, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return random bytes of codes whose numbers have mean 0: another mean, which all tokens share, grows from layer to layer."""
+
+    def drawn(low: int, high: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=generator.device).random_(low, high, generator=generator)
+
+    if codes == Codes.INT4:  # 1 to 15, as 0 has no counterpart
+        return drawn(1, 16).bitwise_or_(drawn(1, 16).bitwise_left_shift_(4))
+    return drawn(int(codes == Codes.INT8), 256)

@@ -176,23 +176,25 @@ class Linears(SharedInput):
         if key not in self.joined:
             weights = {name: self.packed_now(weight_of(name)).weight for name in names}
             ordered = sorted(names, key=lambda name: weights[name].codes.data_ptr())
-            weight = _join_weights([weights[name] for name in ordered])
+            rows = [self.linears[name].out_features for name in ordered]
+            weight = _join_weights([weights[name] for name in ordered], rows)
             biases = [self.linears[name].bias for name in ordered]
             if biases[0] is None:
                 biases = [no_bias(first.plain.device, first.plain.dtype)]
-            bias, rows = _join_adjacent(biases), [self.linears[name].out_features for name in ordered]
+            bias = _join_adjacent(biases)
             found = weight is not None and bias is not None
             self.joined[key] = JoinedWeights(ordered, rows, operands(weight), bias) if found else None
         return self.joined[key]
 
 
-def _join_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Return adjacent weights of one format as one; None if they are not."""
+def _join_weights(weights: Sequence[QuantizedWeight], rows: Sequence[int]) -> QuantizedWeight | None:
+    """Return adjacent weights of one format, with so many rows each, as one; None if they are not."""
     form = weights[0].format
-    joined = {name: _join_adjacent([each.tensors[name] for each in weights]) for name in form.tensors((0, 0))}
-    if any(each.format != form for each in weights) or None in joined.values():
+    # scales of the rows of one weight may not be those of the next
+    if any(each.format != form for each in weights) or any(each % form.group_rows for each in rows[:-1]):
         return None
-    return QuantizedWeight(form, **joined)
+    joined = {name: _join_adjacent([each.tensors[name] for each in weights]) for name in form.tensors((0, 0))}
+    return None if None in joined.values() else QuantizedWeight(form, **joined)
 
 
 def _join_adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
