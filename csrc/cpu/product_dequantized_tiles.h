@@ -64,10 +64,9 @@ struct RowCodes {
   // One unit of a row.
   [[gnu::always_inline]] static inline void dequantize(const char* p, const Group& group, char* out) {
     if constexpr (kCodes == Codes::e4m3) {
-      const __m128i* const codes = reinterpret_cast<const __m128i*>(p);
-      const Vector one = _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(codes)), group.scale);
-      const Vector two = _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(codes + 1)), group.scale);
-      _mm512_store_si512(out, to_bfloat16(one, two));
+      Vector one, two;
+      two_of_e4m3(reinterpret_cast<const uint8_t*>(p), one, two);
+      _mm512_store_si512(out, to_bfloat16(one * group.scale, two * group.scale));
     } else if constexpr (kBits == 8) {
       const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
       const Vector one = multiply_add(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum);

@@ -31,20 +31,35 @@ struct PlainFloat32 {
   }
 };
 
+template <Dtype kDtype>
+struct Int8Float32 : PlainFloat32<kDtype> {
+  static constexpr bool kGrouped = true, kScalesSums = false;
+  static constexpr int64_t kBytes = kLanes;
+  static Group group(float scale, float minimum) { return group_of<Codes::int8, kDtype>(scale, minimum); }
+  static void unpack(const char* p, const Group* group, Vector* weight) {
+    weight[0] = dequantize_int8<kDtype>(reinterpret_cast<const uint8_t*>(p), *group);
+  }
+};
+
 template <Codes kCodes, Dtype kDtype>
-struct CodesFloat32 : PlainFloat32<kDtype> {
-  static constexpr bool kGrouped = true;
-  static constexpr int kVectors = bits_of(kCodes) == 4 ? 2 : 1;
-  static constexpr int64_t kColumns = kVectors * kLanes, kBytes = kLanes;
-  static constexpr bool kHasTail = kCodes == Codes::e4m3;  // a row may end within a chunk
+struct NibblesFloat32 : PlainFloat32<kDtype> {
+  static constexpr bool kGrouped = true, kScalesSums = false;
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kLanes;
   static Group group(float scale, float minimum) { return group_of<kCodes, kDtype>(scale, minimum); }
   static void unpack(const char* p, const Group* group, Vector* weight) {
-    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
-    if constexpr (kVectors == 2) {
-      dequantize_nibbles<kCodes, kDtype>(codes, *group, weight[0], weight[1]);
-    } else {
-      weight[0] = dequantize_bytes<kCodes, kDtype>(codes, *group);
-    }
+    dequantize_nibbles<kCodes, kDtype>(reinterpret_cast<const uint8_t*>(p), *group, weight[0], weight[1]);
+  }
+};
+
+// Not rounded to the model's dtype: sums of a group are scaled. A row may end within a chunk.
+struct E4m3Float32 : PlainFloat32<Dtype::float32> {
+  static constexpr bool kGrouped = true, kScalesSums = true;
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kColumns = 2 * kLanes, kBytes = 2 * kLanes;
+  static Group group(float scale, float) { return group_of<Codes::e4m3, Dtype::float32>(scale, 0); }
+  static void unpack(const char* p, const Group*, Vector* weight) {
+    two_of_e4m3(reinterpret_cast<const uint8_t*>(p), weight[0], weight[1]);
   }
 };
 
@@ -107,10 +122,21 @@ inline void direct_groups(const Matrix& matrix, const int64_t* rows, Direct<kCou
       Group groups[kRowsHere];
 #pragma GCC unroll 4
       for (int r = 0; r < kRowsHere; ++r) groups[r] = Format::group(scales[r].scale[index], scales[r].minimum[index]);
-      if constexpr (Format::kHasTail) {
+      if constexpr (Format::kScalesSums) {
+        Vector total[kCount][kRowsHere];
+#pragma GCC unroll 16
+        for (int j = 0; j < kCount * kRowsHere; ++j) {
+          total[j / kRowsHere][j % kRowsHere] = work.total[j / kRowsHere][j % kRowsHere];
+          work.total[j / kRowsHere][j % kRowsHere] = zero();
+        }
         const int64_t tail = some % Format::kColumns;
         multiply_direct<Format>(work, some - tail, groups);
         if (tail > 0) multiply_tail<Format>(work, tail, groups);
+#pragma GCC unroll 16
+        for (int j = 0; j < kCount * kRowsHere; ++j) {
+          Vector& sum = work.total[j / kRowsHere][j % kRowsHere];
+          sum = multiply_add(sum, groups[j % kRowsHere].scale, total[j / kRowsHere][j % kRowsHere]);
+        }
       } else {
         multiply_direct<Format>(work, some, groups);
       }
@@ -176,18 +202,18 @@ inline void direct(const Matrix& matrix, const Layout& layout, int64_t count, co
 
 void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                      float* out, int64_t stride, char* scratch) {
-  const bool four_bits = bits_of(matrix.codes) == 4;
-  const bool fits = matrix.codes == Codes::plain || (layout.vectors && matrix.group % ((four_bits ? 2 : 1) * kLanes) == 0);
+  const int64_t columns = matrix.codes == Codes::int8 ? kLanes : 2 * kLanes;  // of a chunk of codes
+  const bool fits = matrix.codes == Codes::plain || (layout.vectors && matrix.group % columns == 0);
   if (count > kDirectCount || !fits || without(kDirect)) {
     return product_in_vectors(matrix, layout, count, input, first, last, out, stride, scratch);
   }
   with_dtype(matrix.dtype, [&](auto dtype) {
     constexpr Dtype kDtype = dtype.value;
     const auto multiply = matrix.codes == Codes::plain  ? direct<PlainFloat32<kDtype>>
-                          : matrix.codes == Codes::int8 ? direct<CodesFloat32<Codes::int8, kDtype>>
-                          : matrix.codes == Codes::int4 ? direct<CodesFloat32<Codes::int4, kDtype>>
-                          : matrix.codes == Codes::e2m1 ? direct<CodesFloat32<Codes::e2m1, kDtype>>
-                                                        : direct<CodesFloat32<Codes::e4m3, Dtype::float32>>;
+                          : matrix.codes == Codes::int8 ? direct<Int8Float32<kDtype>>
+                          : matrix.codes == Codes::int4 ? direct<NibblesFloat32<Codes::int4, kDtype>>
+                          : matrix.codes == Codes::e2m1 ? direct<NibblesFloat32<Codes::e2m1, kDtype>>
+                                                        : direct<E4m3Float32>;
     multiply(matrix, layout, count, input, first, last, out, stride);
   });
 }
