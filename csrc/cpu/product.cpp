@@ -91,7 +91,7 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     const bool whole = matrix.columns % vector == 0 || matrix.codes == Codes::e4m3;
     layout.vectors = whole && matrix.group % vector == 0;
     if (matrix.codes == Codes::e2m1 && matrix.group == lanes) layout.vectors = true;
-    layout.pairs = bits == 4 && layout.vectors ? vector : 0;
+    layout.pairs = vector > lanes && layout.vectors ? vector : 0;
   }
   return layout;
 }

@@ -52,15 +52,11 @@ struct NibblesFloat32 : PlainFloat32<kDtype> {
   }
 };
 
-// Not rounded to the model's dtype: sums of a group are scaled. A row may end within a chunk.
-struct E4m3Float32 : PlainFloat32<Dtype::float32> {
+// Marks E4M3: sums of a group are scaled, so values are not rounded to the model's dtype.
+struct E4m3Float32 {
   static constexpr bool kGrouped = true, kScalesSums = true;
-  static constexpr int kVectors = 2;
-  static constexpr int64_t kColumns = 2 * kLanes, kBytes = 2 * kLanes;
-  static Group group(float scale, float) { return group_of<Codes::e4m3, Dtype::float32>(scale, 0); }
-  static void unpack(const char* p, const Group*, Vector* weight) {
-    two_of_e4m3(reinterpret_cast<const uint8_t*>(p), weight[0], weight[1]);
-  }
+  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kColumns;
+  static Group group(float scale, float) { return group_of<Codes::int8, Dtype::float32>(scale, 0); }
 };
 
 // Pointers of one call: kRowsHere rows of the weight, kCount rows of x.
@@ -97,16 +93,56 @@ inline void multiply_direct(Direct<kCount, kRowsHere>& work, int64_t columns, co
   }
 }
 
-// The last `bytes` of each row, which fill no chunk: x is zero after them.
-template <class Format, int kCount, int kRowsHere>
-inline void multiply_tail(Direct<kCount, kRowsHere>& work, int64_t bytes, const Group* groups) {
-  char tails[kRowsHere][Format::kBytes] = {};
+// Two vectors of E4M3 codes of each row, `at` columns from where x begins.
+template <int kCount, int kRowsHere>
+[[gnu::always_inline]] inline void add_e4m3(const Direct<kCount, kRowsHere>& work, const char* const* codes, int64_t at,
+                                            Vector (*sums)[kRowsHere]) {
+#pragma GCC unroll 4
   for (int r = 0; r < kRowsHere; ++r) {
-    __builtin_memcpy(tails[r], work.values[r], static_cast<size_t>(bytes));
-    work.values[r] = tails[r];
-    work.ahead[r] = 0;
+    Vector weights[2];
+    dequantize_e4m3(reinterpret_cast<const uint8_t*>(codes[r]), weights[0], weights[1]);
+#pragma GCC unroll 4
+    for (int m = 0; m < kCount; ++m) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const Vector x = load(reinterpret_cast<const float*>(work.x[m]) + at + v * kLanes);
+        sums[m][r] = multiply_add(weights[v], x, sums[m][r]);
+      }
+    }
   }
-  multiply_direct<Format>(work, Format::kColumns, groups);
+}
+
+// Columns [first, end) of one group; of a row's last one they may end within a vector.
+template <int kCount, int kRowsHere>
+[[gnu::always_inline]] inline void multiply_e4m3(Direct<kCount, kRowsHere>& work, int64_t first, int64_t end,
+                                                 const Group* groups) {
+  constexpr int64_t kColumns = E4m3Float32::kColumns;
+  Vector sums[kCount][kRowsHere];
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount * kRowsHere; ++i) sums[i / kRowsHere][i % kRowsHere] = zero();
+  const char* codes[kRowsHere];
+  int64_t i = first;
+  for (; i + kColumns <= end; i += kColumns) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowsHere; ++r) {
+      codes[r] = work.values[r] + i;
+      prefetch(codes[r] + work.ahead[r]);
+    }
+    add_e4m3<kCount, kRowsHere>(work, codes, i, sums);
+  }
+  if (i < end) {
+    char tails[kRowsHere][kColumns] = {};
+    for (int r = 0; r < kRowsHere; ++r) {
+      __builtin_memcpy(tails[r], work.values[r] + i, static_cast<size_t>(end - i));
+      codes[r] = tails[r];
+    }
+    add_e4m3<kCount, kRowsHere>(work, codes, i, sums);
+  }
+#pragma GCC unroll 16
+  for (int j = 0; j < kCount * kRowsHere; ++j) {
+    Vector& total = work.total[j / kRowsHere][j % kRowsHere];
+    total = multiply_add(sums[j / kRowsHere][j % kRowsHere], groups[j % kRowsHere].scale, total);
+  }
 }
 
 template <class Format, int kCount, int kRowsHere>
@@ -123,20 +159,7 @@ inline void direct_groups(const Matrix& matrix, const int64_t* rows, Direct<kCou
 #pragma GCC unroll 4
       for (int r = 0; r < kRowsHere; ++r) groups[r] = Format::group(scales[r].scale[index], scales[r].minimum[index]);
       if constexpr (Format::kScalesSums) {
-        Vector total[kCount][kRowsHere];
-#pragma GCC unroll 16
-        for (int j = 0; j < kCount * kRowsHere; ++j) {
-          total[j / kRowsHere][j % kRowsHere] = work.total[j / kRowsHere][j % kRowsHere];
-          work.total[j / kRowsHere][j % kRowsHere] = zero();
-        }
-        const int64_t tail = some % Format::kColumns;
-        multiply_direct<Format>(work, some - tail, groups);
-        if (tail > 0) multiply_tail<Format>(work, tail, groups);
-#pragma GCC unroll 16
-        for (int j = 0; j < kCount * kRowsHere; ++j) {
-          Vector& sum = work.total[j / kRowsHere][j % kRowsHere];
-          sum = multiply_add(sum, groups[j % kRowsHere].scale, total[j / kRowsHere][j % kRowsHere]);
-        }
+        multiply_e4m3<kCount, kRowsHere>(work, k + i, k + i + some, groups);
       } else {
         multiply_direct<Format>(work, some, groups);
       }
@@ -154,7 +177,15 @@ template <class Format, int kCount, int kRowsHere>
 inline void direct_plain(const Matrix& matrix, Direct<kCount, kRowsHere>& work) {
   const int64_t whole = matrix.columns / Format::kColumns * Format::kColumns;
   multiply_direct<Format>(work, whole, nullptr);
-  if (whole < matrix.columns) multiply_tail<Format>(work, (matrix.columns - whole) * bytes_of(matrix.dtype), nullptr);
+  if (whole == matrix.columns) return;
+  char tails[kRowsHere][Format::kBytes] = {};
+  for (int r = 0; r < kRowsHere; ++r) {
+    const int64_t bytes = (matrix.columns - whole) * bytes_of(matrix.dtype);
+    __builtin_memcpy(tails[r], work.values[r], static_cast<size_t>(bytes));
+    work.values[r] = tails[r];
+    work.ahead[r] = 0;
+  }
+  multiply_direct<Format>(work, Format::kColumns, nullptr);
 }
 
 template <class Format, int kCount, int kRowsHere>

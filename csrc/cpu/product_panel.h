@@ -37,8 +37,8 @@ template <Codes kCodes, Dtype kDtype>
       dequantize_nibbles<Codes::e2m1, Dtype::float32>(whole ? codes + i / 2 : part, numbers, even, odd);
       const float* const scale = scales.scale + i / kLanes;
       const Vector both = halves(scale[0], whole ? scale[1] : 0);
-      store(out + i, rounded<kDtype>(even * both));
-      store(out + i + kLanes, rounded<kDtype>(odd * both));
+      store(out + i, even * both);  // not rounded, which would take as long again
+      store(out + i + kLanes, odd * both);
     }
     return;
   }
@@ -61,10 +61,10 @@ template <Codes kCodes, Dtype kDtype>
         __builtin_memcpy(tail, from_codes, static_cast<size_t>(count - i));
         from_codes = tail;
       }
-      Vector one, two;
-      two_of_e4m3(from_codes, one, two);
-      store(out + i, one * group.scale);
-      store(out + i + kLanes, two * group.scale);
+      Vector even, odd;
+      dequantize_e4m3(from_codes, even, odd);
+      store(out + i, even * group.scale);
+      store(out + i + kLanes, odd * group.scale);
     } else {
       Vector even, odd;
       dequantize_nibbles<kCodes, kDtype>(codes + i / 2, group, even, odd);

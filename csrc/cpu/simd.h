@@ -7,7 +7,7 @@
 //   rounded<dtype>                           float32 rounded to dtype
 //   Group, group_of<codes, dtype>(scale, minimum)
 //   dequantize_int8<dtype>, dequantize_nibbles<codes, dtype>   kLanes bytes of codes to float32
-//   two_of_e4m3                              2 * kLanes E4M3 codes to a 256th of their numbers
+//   dequantize_e4m3(p, even, odd)            2 * kLanes codes to a 256th of their numbers
 //   halves(low, high)                        one value in the lower half of the lanes, another in the upper half
 //   split_pairs(one, two, even, odd)         elements of even and odd index
 //

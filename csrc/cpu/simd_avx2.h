@@ -62,23 +62,23 @@ inline Group group_of(float scale, float minimum) {
 
 inline __m256i bytes(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
 
-// e4m3_half_bits of 16 numbers. A sign-extended byte has its sign in bit 8 and above.
-inline __m256i e4m3_halves(__m128i p) {
-  return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(p), 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+// e4m3_half_bits of 8 words with E4M3 codes in their upper bytes: the sign is shifted in beside itself.
+inline __m128i e4m3_halves(__m128i words) {
+  return _mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
 }
 
-inline void two_of_e4m3(const uint8_t* p, Vector& one, Vector& two) {
-  const __m256i halves = e4m3_halves(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  one = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-  two = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+inline void dequantize_e4m3(const uint8_t* p, Vector& even, Vector& odd) {
+  const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  even = _mm256_cvtph_ps(e4m3_halves(_mm_slli_epi16(both, 8)));
+  odd = _mm256_cvtph_ps(e4m3_halves(both));
 }
 
 template <Dtype kDtype>
 inline Vector from_bytes(const char* p) {
   if constexpr (kDtype == Dtype::uint8) return _mm256_cvtepi32_ps(bytes(p));
   if constexpr (kDtype == Dtype::e4m3) {
-    const __m256i halves = e4m3_halves(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), broadcast(256));
+    const __m128i words = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 8);
+    return _mm256_mul_ps(_mm256_cvtph_ps(e4m3_halves(words)), broadcast(256));
   }
   const Vector power = _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32(bytes(p), 23), _mm256_set1_epi32(0x400000)));
   return _mm256_add_ps(power, _mm256_sub_ps(power, power));  // 255 gives infinity, whose difference is not a number

@@ -86,9 +86,9 @@ inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
   return rounded<kDtype>(of_codes<Codes::int8>(p[0], p[1], p[2], p[3]) * group.scale + group.minimum);
 }
 
-inline void two_of_e4m3(const uint8_t* p, Vector& one, Vector& two) {
-  one = of_codes<Codes::e4m3>(p[0], p[1], p[2], p[3]);
-  two = of_codes<Codes::e4m3>(p[4], p[5], p[6], p[7]);
+inline void dequantize_e4m3(const uint8_t* p, Vector& even, Vector& odd) {
+  even = of_codes<Codes::e4m3>(p[0], p[2], p[4], p[6]);
+  odd = of_codes<Codes::e4m3>(p[1], p[3], p[5], p[7]);
 }
 
 template <Codes kCodes, Dtype kDtype>
