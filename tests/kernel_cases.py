@@ -58,14 +58,16 @@ def random_weight(form: WeightFormat, *shape: int) -> QuantizedWeight:
     tensors = {}
     for name, (size, dtype) in form.tensors(shape).items():
         if name == "codes" or dtype == torch.uint8:
-            tensors[name] = torch.randint(0, 256 if form.bits == 8 or name == "codes" else 16, size, generator=draw).byte()
+            tensors[name] = torch.randint(
+                0, 256 if form.bits == 8 or name == "codes" else 16, size, generator=draw
+            ).byte()
             if form.codes == Codes.E4M3:
                 tensors[name][(tensors[name] & 127) == 127] = 9  # is not a number
         elif dtype == torch.float8_e8m0fnu:
             tensors[name] = torch.randint(123, 127, size, generator=draw).byte().view(dtype)
         else:
             number = {Codes.INT4: 1 / 8, Codes.INT8: 1 / 128, Codes.E4M3: 1 / 128}.get(form.codes, 1)
-            least = 1 if name == "row_scales" else number
+            least = 1 if name == "row_scales" and form.group_size else number
             tensors[name] = (least * (0.2 + torch.rand(size, generator=draw))).to(dtype)
     return QuantizedWeight(form, **tensors)
 

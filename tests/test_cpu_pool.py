@@ -79,7 +79,9 @@ def test_products_of_one_input_side_by_side_from_codes(bits, pool):
         parts, plain_weight = quantized(random(rows, HIDDEN), bits, 32)
         kept.append(parts)
         restored.append(plain_weight)
-        weights.append(Weight(Matrix.quantized(weight_of_groups(*parts, bits, 32), rows, HIDDEN, torch.float32), None, 0))
+        weights.append(
+            Weight(Matrix.quantized(weight_of_groups(*parts, bits, 32), rows, HIDDEN, torch.float32), None, 0)
+        )
     task = pool.add_block([Stage(weights)], torch.float32)
     for rows in (1, 9):
         x = torch.randn(rows, HIDDEN)

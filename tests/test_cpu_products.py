@@ -169,7 +169,11 @@ def published(
 ) -> tuple[Matrix, dict[str, torch.Tensor], torch.Tensor]:
     """Return as `matrix_of` does, with the tensors by their names."""
     weight = random_weight(form, *shape)
-    matrix, exact, restored = Matrix.quantized(weight, *shape, dtype), torch.empty(shape), torch.empty(shape, dtype=dtype)
+    matrix, exact, restored = (
+        Matrix.quantized(weight, *shape, dtype),
+        torch.empty(shape),
+        torch.empty(shape, dtype=dtype),
+    )
     for values in (exact, restored):
         dequantize_reference(weight, values)
     matrix.exact = exact.double()

@@ -63,7 +63,9 @@ class Format(NamedTuple):
             elif tensor.dtype.itemsize > 1:
                 repeat(numbers.abs().to(tensor.dtype), tensor)
             else:  # exponents around 1, numbers from 0.06 to 0.2, or zero points
-                least, most = {torch.float8_e8m0fnu: (118, 126), torch.float8_e4m3fn: (24, 36)}.get(tensor.dtype, (0, 16))
+                least, most = {torch.float8_e8m0fnu: (118, 126), torch.float8_e4m3fn: (24, 36)}.get(
+                    tensor.dtype, (0, 16)
+                )
                 tensor.view(torch.uint8).random_(least, most, generator=generator)
 
     def matrix(self, memory: torch.Tensor, rows: int, columns: int) -> Matrix:

@@ -83,7 +83,9 @@ class Matrix(ctypes.Structure):
             raise ValueError(
                 f"a weight must be float32, float16 or bfloat16 [rows, columns], contiguous, on the CPU; found {describe(weight)}"
             )
-        return cls(weight.data_ptr(), None, None, None, *weight.shape, 0, 1, PLAIN, 0, NO_OFFSETS, 0, DTYPES[weight.dtype])
+        return cls(
+            weight.data_ptr(), None, None, None, *weight.shape, 0, 1, PLAIN, 0, NO_OFFSETS, 0, DTYPES[weight.dtype]
+        )
 
     @classmethod
     def quantized(cls, weight: QuantizedWeight, rows: int, columns: int, dtype: torch.dtype) -> Matrix:
