@@ -55,7 +55,7 @@ class Matrix(ctypes.Structure):
     @property
     def format(self) -> tuple[int | bool, ...]:
         """Return what weights that are multiplied with one prepared input have in common."""
-        numbers = [getattr(self, name) for name, _ in self._fields_[5:]]  # from columns on
+        numbers = [getattr(self, each[0]) for each in self._fields_[5:]]  # from columns on
         return *numbers, self.row_scales is not None
 
     def rows_view(self, first: int, rows: int) -> Matrix:
@@ -100,11 +100,15 @@ class Matrix(ctypes.Structure):
             raise ValueError(f"a weight of {rows} x {columns} has no whole groups of {form}")
         if dtype not in DTYPES or form.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"{form} in a model in {dtype} has no product on the CPU")
-        addresses = dict.fromkeys(("codes", "scales", "offsets", "row_scales"))
+        addresses: dict[str, int | None] = dict.fromkeys(("codes", "scales", "offsets", "row_scales"))
         for name, (shape, of_tensor) in form.tensors((rows, columns)).items():
             tensor, numel = weight.tensors.get(name), math.prod(shape)
-            fits = tensor is not None and tensor.numel() == numel and tensor.dtype == of_tensor
-            if not fits or tensor.is_cuda or not tensor.is_contiguous():
+            if (
+                tensor is None
+                or (tensor.dtype, tensor.numel()) != (of_tensor, numel)
+                or tensor.is_cuda
+                or not tensor.is_contiguous()
+            ):
                 found = "nothing" if tensor is None else describe(tensor)
                 raise ValueError(
                     f"{name} must be {of_tensor}, {numel} elements, contiguous, on the CPU, for {rows} x {columns}; found {found}"

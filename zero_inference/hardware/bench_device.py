@@ -124,11 +124,13 @@ class DeviceWeights:
             if self.scheme is None:
                 torch.nn.functional.linear(x, *parts)
                 continue
-            of_scheme = *parts, self.scheme.bits, self.scheme.group_size
+            codes, scales, minima = parts
+            scheme = self.scheme.bits, self.scheme.group_size
             if on_cpu:
-                cpu_products.linear_groups(x, cpu_products.weight_of_groups(*of_scheme), self.shape[0])
+                weight = cpu_products.weight_of_groups(codes, scales, minima, *scheme)
+                cpu_products.linear_groups(x, weight, self.shape[0])
             else:
-                quantized_linear(x, *of_scheme, self.shape[0], None)
+                quantized_linear(x, codes, scales, minima, *scheme, self.shape[0], None)
 
 
 def product_times(
