@@ -31,10 +31,10 @@ FORMATS = {
     "bf16": Format(torch.bfloat16),
     "fp16": Format(torch.float16),
     "fp32": Format(torch.float32),
-    "int8": Format(torch.bfloat16, 8, 32),
-    "int4": Format(torch.bfloat16, 4, 32),
-    "int8-fp16": Format(torch.float16, 8, 32),
-    "int4-fp16": Format(torch.float16, 4, 32),
+    "int8": Format.own(torch.bfloat16, 8, 32),
+    "int4": Format.own(torch.bfloat16, 4, 32),
+    "int8-fp16": Format.own(torch.float16, 8, 32),
+    "int4-fp16": Format.own(torch.float16, 4, 32),
 }
 
 
@@ -67,10 +67,10 @@ def main() -> int:
 
 def measure(args: argparse.Namespace, name: str, device: SimulatedDevice, cells: list[tuple[int, int]]) -> None:
     """Time blocks of one format in all cells, pairs of a gap and a number of rows, and print a line of rates."""
-    stored, elements = FORMATS[name], args.hidden * args.inner
-    size = stored.weight_bytes(elements)
+    stored = FORMATS[name]
+    size = stored.weight_bytes(args.inner, args.hidden)
     memory = torch.empty(args.blocks, 3, size, dtype=torch.uint8)  # gate, up and down of each block
-    stored.fill(memory[0, 0], elements)
+    stored.fill(memory[0, 0], args.inner, args.hidden)
     memory[:] = memory[0, 0].clone()
 
     def weight(of_block: torch.Tensor, index: int) -> Weight:

@@ -6,6 +6,8 @@ One build (-DZERO_INFERENCE_MEASURE_FORMS) can leave out each of `VARIANTS` at r
 rows of x; all instruction sets and all variants that change something there take turns in it, for --rounds rounds. A figure is GB/s
 (1e9 bytes) of stored weight bytes, the median. A gain is the median over rounds of the ratio with / without. Weights are copies of the
 shapes of one layer, more than --set-mb in all.
+
+With --side-by-side formats take turns instead, with all forms: their rates, and these over the rate of the first format.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.common.cpu_backend import Format, build_library, cpu_model
 from benchmarks.common.shapes import shape_of
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
 from zero_inference.cpu.products import Matrix
+from zero_inference.kernels.formats import Codes, WeightFormat
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # int4-g64-fp16: codes of 4 bits in groups of 64, float16 scales.
@@ -37,6 +40,17 @@ FORMATS += [
     f"{codes}-{dtype}" for dtype in ("bf16", "fp16") for codes in ("int8-g64", "int4-g32", "int4-g64", "int4-g128")
 ]
 FORMATS += ["int4-g64-fp32"]
+# Of published checkpoints, in bfloat16 models.
+PUBLISHED = {
+    "mxfp4": WeightFormat(Codes.E2M1, 32, scale_dtype=torch.float8_e8m0fnu),
+    "nvfp4": WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True),
+    "symmetric4-g32": WeightFormat(Codes.INT4, 32, scale_dtype=torch.bfloat16),
+    "symmetric4-g128": WeightFormat(Codes.INT4, 128, scale_dtype=torch.bfloat16),
+    "zeros4-g128": WeightFormat(Codes.INT4, 128, scale_dtype=torch.float16, zero_points=True),
+    "symmetric8-g128": WeightFormat(Codes.INT8, 128, scale_dtype=torch.bfloat16),
+    "fp8-blocks": WeightFormat(Codes.E4M3, 128, group_rows=128),
+    "fp8-rows": WeightFormat(Codes.E4M3, row_scales=True),
+}
 SHAPES = [(5120, 5120), (13824, 5120), (5120, 13824)]  # of a layer of Llama-2-13B
 
 # Bits of Optional in csrc/cpu/product_layout.h.
@@ -55,8 +69,12 @@ MAX_ERROR = 0.02  # of the result's norm: bfloat16 values and x
 
 
 def format_of(name: str) -> Format:
+    if name in PUBLISHED:
+        return Format(torch.bfloat16, PUBLISHED[name])
     *codes, dtype = name.split("-")
-    return Format(DTYPE_NAMES[dtype], *((int(codes[0][3:]), int(codes[1][1:])) if codes else ()))
+    if not codes:
+        return Format(DTYPE_NAMES[dtype])
+    return Format.own(DTYPE_NAMES[dtype], int(codes[0][3:]), int(codes[1][1:]))
 
 
 class Weights:
@@ -64,13 +82,13 @@ class Weights:
 
     def __init__(self, stored: Format, shapes: list[tuple[int, int]], set_mb: int) -> None:
         self.stored = stored
-        sizes = [stored.weight_bytes(height * width) for height, width in shapes]
+        sizes = [stored.weight_bytes(*shape) for shape in shapes]
         copies = int(set_mb * 1e6 // sum(sizes)) + 1
         self.memory = torch.empty(copies, sum(-(-size // 4096) * 4096 for size in sizes), dtype=torch.uint8)
         self.matrices = (Matrix * (copies * len(shapes)))()
         at = 0
         for index, ((height, width), size) in enumerate(zip(shapes, sizes)):
-            stored.fill(self.memory[0, at : at + size], height * width)
+            stored.fill(self.memory[0, at : at + size], height, width)
             for copy in range(copies):
                 matrix = stored.matrix(self.memory[copy, at : at + size], height, width)
                 self.matrices[copy * len(shapes) + index] = matrix
@@ -79,15 +97,7 @@ class Weights:
 
     def dequantize_first(self, height: int, width: int) -> torch.Tensor:
         """Return the first weight [height, width] in float64."""
-        stored, elements = self.stored, height * width
-        parts = stored.parts(self.memory[0, : stored.weight_bytes(elements)], elements)
-        if not stored.bits:
-            return parts[0].view(height, width).double()
-        codes, scale, minimum = parts
-        codes = torch.stack([codes & 15, codes >> 4], 1) if stored.bits == 4 else codes
-        return (codes.view(-1, stored.group_size) * scale.double()[:, None] + minimum.double()[:, None]).view(
-            height, width
-        )
+        return self.stored.values(self.memory[0, : self.stored.weight_bytes(height, width)], height, width)
 
 
 @dataclass
@@ -146,10 +156,8 @@ class Forms:
             seen.add(bits & asked)
             yield "+".join(name for name in names if BIT[name] & asked), bits
 
-    def rate(self, rows: int, instructions: str, bits: int, seconds: float) -> float:
-        """Return GB/s of products with `self.weights`."""
-        weights = self.weights
-        assert weights is not None
+    def rate(self, weights: Weights, rows: int, instructions: str, bits: int, seconds: float) -> float:
+        """Return GB/s of products with `weights`."""
         width = max(matrix.columns for matrix in weights.matrices)
         x = torch.randn(rows, width).to(weights.stored.dtype)
         done = ctypes.c_int64()
@@ -167,7 +175,7 @@ class Forms:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("cpu_product_forms.tsv"), metavar="FILE")
-    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=[*FORMATS, *PUBLISHED])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of x")
     parser.add_argument("--instructions", nargs="+", default=INSTRUCTIONS[1:], choices=INSTRUCTIONS[1:])
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
@@ -175,12 +183,16 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--seconds", type=float, default=340, help="of everything, compiling included; about")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--side-by-side", action="store_true", help="compare formats, not forms")
     parser.add_argument("--flags", default="", help="for the compiler, after the usual ones")
     args = parser.parse_args()
     begin = time.monotonic()
     torch.set_num_threads(args.threads)
     forms = Forms(args)
     print(f"{cpu_model()}, {args.threads} threads, torch {torch.__version__}, {', '.join(forms.sets)}", flush=True)
+    if args.side_by_side:
+        compare_formats(args, forms)
+        return 0
     cells = list(find_cells(args, forms))
     count = sum(map(len, cells))
     print(f"{count} figures in {len(cells)} cells, found in {time.monotonic() - begin:.0f} s", flush=True)
@@ -198,6 +210,23 @@ def find_cells(args: argparse.Namespace, forms: Forms) -> Iterator[list[Figure]]
                 for instructions in forms.sets
                 for name, bits in forms.find_variants(weight, rows, instructions)
             ]
+
+
+def compare_formats(args: argparse.Namespace, forms: Forms) -> None:
+    """Print GB/s of each format by rows of x with each instruction set, and the median ratio to the first format."""
+    weights = {name: Weights(format_of(name), args.shapes, args.set_mb) for name in args.formats}
+    for instructions in forms.sets:
+        found: dict[str, dict[str, str]] = {name: {} for name in weights}
+        for rows in args.rows:
+            rates: dict[str, list[float]] = {name: [] for name in weights}
+            for _ in range(args.rounds):
+                for name, each in weights.items():
+                    rates[name].append(forms.rate(each, rows, instructions, 0, 0.2))
+            first = rates[args.formats[0]]
+            for name, each in rates.items():
+                ratio = statistics.median(a / b for a, b in zip(each, first, strict=True))
+                found[name][str(rows)] = f"{statistics.median(each):.1f} ({ratio:.2f})"
+        print(f"\n{instructions}: GB/s by rows of x\n{DataFrame(found).T.to_string()}", flush=True)
 
 
 def read_rate(args: argparse.Namespace, forms: Forms) -> float:
@@ -225,7 +254,7 @@ def measure(args: argparse.Namespace, forms: Forms, cells: list[list[Figure]], b
         seconds = min(0.2, max(0.01, remaining / left / args.rounds - 0.005))
         for _ in range(args.rounds):
             for figure in cell:
-                figure.rates.append(forms.rate(figure.rows, figure.instructions, figure.bits, seconds))
+                figure.rates.append(forms.rate(forms.weights, figure.rows, figure.instructions, figure.bits, seconds))
         left -= len(cell)
         figures += cell
         if cell[0].rows == args.rows[-1]:

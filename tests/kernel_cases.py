@@ -74,7 +74,7 @@ def random_weight(form: WeightFormat, *shape: int) -> QuantizedWeight:
             tensors[name] = torch.randint(123, 127, size, generator=draw).byte().view(dtype)
         else:
             number = {Codes.INT4: 1 / 8, Codes.INT8: 1 / 128, Codes.E4M3: 1 / 128}.get(form.codes, 1)
-            least = 1 if name == "row_scales" else number
+            least = 1 if name == "row_scales" and form.group_size else number
             tensors[name] = (least * (0.2 + torch.rand(size, generator=draw))).to(dtype)
     return QuantizedWeight(form, **tensors)
 

@@ -6,20 +6,30 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import quantized, relative_error, skip_without
+from kernel_cases import quantized, random_weight, relative_error, skip_without
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, SAVED, Expert, ExpertActivation, add_experts
 from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.pool import CpuPool, Routing
 from zero_inference.cpu.products import Matrix, weight_of_groups
+from zero_inference.kernels.formats import Codes, WeightFormat, dequantize_reference
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.timing import Transfers
 
 EXPERTS, HIDDEN, INNER = 6, 96, 160
 # of the result's norm; 16 bits round what goes in and out
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+PUBLISHED = {
+    "MXFP4": WeightFormat(Codes.E2M1, 32, scale_dtype=torch.float8_e8m0fnu),
+    "NVFP4": WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True, divides=True),
+    "zero points": WeightFormat(Codes.INT4, 32, scale_dtype=torch.float16, zero_points=True),
+    "FP8 blocks": WeightFormat(Codes.E4M3, 64, group_rows=32),
+    "FP8 rows": WeightFormat(Codes.E4M3, row_scales=True),
+}
+# dtype, and bits of our own formats (0: plain) or one of PUBLISHED
 FORMATS = [*((dtype, 0) for dtype in ERROR), (torch.float32, 4), (torch.bfloat16, 8), (torch.bfloat16, 4)]
+FORMATS += [(torch.bfloat16, name) for name in PUBLISHED]
 
 
 @dataclass
@@ -36,7 +46,7 @@ class Mixture:
     between: ExpertActivation | None = None
 
     @classmethod
-    def biased(cls, dtype: torch.dtype, bits: int, between: ExpertActivation) -> Mixture:
+    def biased(cls, dtype: torch.dtype, bits: int | str, between: ExpertActivation) -> Mixture:
         """Return a mixture with biases and the `ExpertActivation` `between`, as in gpt-oss."""
         mixture = cls.random(dtype, bits)
         biases = tuple(torch.randn(EXPERTS, rows).to(dtype) for rows in (2 * INNER, HIDDEN))
@@ -50,14 +60,23 @@ class Mixture:
         return replace(mixture, experts=made, biases=biases, between=between)
 
     @classmethod
-    def random(cls, dtype: torch.dtype, bits: int, gated: bool = True) -> Mixture:
+    def random(cls, dtype: torch.dtype, bits: int | str, gated: bool = True) -> Mixture:
         torch.manual_seed(3)
         first, last = torch.randn(EXPERTS, (1 + gated) * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER)
         tensors, restored, matrices, nbytes = [], [], [], 0
         for fused in (first, last):
             weight = (fused * fused.shape[-1] ** -0.5).to(dtype)
             rows = weight.shape[0] * weight.shape[1]
-            if bits:
+            if isinstance(bits, str):
+                form, size = PUBLISHED[bits], (rows, weight.shape[-1])
+                made = random_weight(form, *size)
+                for tensor in (made.scales, made.row_scales):  # so that results are about 1
+                    if tensor is not None and tensor.dtype.itemsize > 1:
+                        tensor *= 8 if form.divides else 0.1
+                parts, weight = tuple(made.tensors.values()), torch.empty(weight.shape)
+                dequantize_reference(made, weight)
+                matrices.append(Matrix.quantized(made, *size, dtype))
+            elif bits:
                 parts, weight = quantized(weight, bits, 32)
                 matrices.append(Matrix.quantized(weight_of_groups(*parts, bits, 32), rows, weight.shape[-1], dtype))
             else:

@@ -95,7 +95,7 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     """Return whether the kernels multiply codes as they are, not their values (csrc/cpu/product.cpp)."""
     if dtype not in UNROUNDED or matrix.codes == PLAIN:
         return False
-    if matrix.codes == Codes.E4M3:
+    if matrix.codes == Codes.E4M3 or (matrix.group == 16 and instructions in ("avx512", "amx")):
         return not (instructions == "amx" and dtype == torch.bfloat16 and count >= 5 and matrix.columns % 32 == 0)
     if matrix.group > 256 or (instructions == "avx2" and matrix.columns % 32):
         return False

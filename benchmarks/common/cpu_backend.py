@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import sys
 import threading
 import time
@@ -14,48 +15,72 @@ import torch
 
 from zero_inference.cpu.library import find_or_build, open_library
 from zero_inference.cpu.products import Matrix
-from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat, dequantize_reference
 from zero_inference.utils.environment import describe_environment
 
 LINK_BLOCK_BYTES = 256 << 20
 
 
 class Format(NamedTuple):
-    """How a weight is stored: plain, or as codes in groups with scales and minima."""
+    """How a weight is stored: plain in `dtype`, or quantized, of a model in `dtype`."""
 
-    dtype: torch.dtype  # of a plain weight, or of scales and minima
-    bits: int = 0  # of a code; 0 for a plain weight
-    group_size: int = 0
+    dtype: torch.dtype
+    quantized: WeightFormat | None = None
 
-    def weight_bytes(self, elements: int) -> int:
-        if not self.bits:
-            return elements * self.dtype.itemsize
-        return GroupQuantization(self.bits, self.group_size).stored_bytes(elements, self.dtype)
+    @classmethod
+    def own(cls, dtype: torch.dtype, bits: int, group_size: int) -> Format:
+        """Return our own format of codes with scales and minima."""
+        codes = Codes.INT4 if bits == 4 else Codes.INT8
+        return cls(dtype, WeightFormat(codes, group_size, scale_dtype=dtype, minima=True))
 
-    def parts(self, memory: torch.Tensor, elements: int) -> list[torch.Tensor]:
-        """Return views of a weight in `memory`, uint8 [weight_bytes]: its values; or codes uint8, scales and minima."""
-        if not self.bits:
-            return [memory.view(self.dtype)]
-        code_bytes = elements * self.bits // 8
-        return [memory[:code_bytes], *memory[code_bytes:].view(self.dtype).chunk(2)]
+    def weight_bytes(self, rows: int, columns: int) -> int:
+        form = self.quantized
+        return rows * columns * self.dtype.itemsize if form is None else form.stored_bytes((rows, columns))
 
-    def fill(self, memory: torch.Tensor, elements: int) -> None:
+    def weight(self, memory: torch.Tensor, rows: int, columns: int) -> QuantizedWeight:
+        """Return a quantized weight in `memory`, uint8 [weight_bytes]."""
+        at, tensors = 0, {}
+        for name, (shape, dtype) in self.quantized.tensors((rows, columns)).items():
+            size = math.prod(shape) * dtype.itemsize
+            tensors[name] = memory[at : at + size].view(dtype).view(shape)
+            at += size
+        return QuantizedWeight(self.quantized, **tensors)
+
+    def fill(self, memory: torch.Tensor, rows: int, columns: int) -> None:
         """Write a random weight to `memory`. Its numbers repeat after 2^20: drawing all would take seconds."""
         generator = torch.Generator().manual_seed(0)
-        values = (torch.randn(1 << 20, generator=generator) * 0.02).to(self.dtype)
-        parts = self.parts(memory, elements)
-        if self.bits:
-            parts.pop(0).random_(0, 256, generator=generator)
-            values = values.abs()
-        for part in parts:
-            part.copy_(values.repeat(len(part) // len(values) + 1)[: len(part)])
+        numbers = torch.randn(1 << 20, generator=generator) * 0.02
+
+        def repeat(values: torch.Tensor, to: torch.Tensor) -> None:
+            to.view(-1).copy_(values.repeat(to.numel() // len(values) + 1)[: to.numel()])
+
+        if self.quantized is None:
+            return repeat(numbers.to(self.dtype), memory.view(self.dtype))
+        is_e4m3 = self.quantized.codes == Codes.E4M3
+        for name, tensor in self.weight(memory, rows, columns).tensors.items():
+            if name == "codes":
+                tensor.random_(0, 127 if is_e4m3 else 256, generator=generator)  # 127 is not a number
+            elif tensor.dtype.itemsize > 1:
+                repeat(numbers.abs().to(tensor.dtype), tensor)
+            else:  # exponents around 1, numbers from 0.06 to 0.2, or zero points
+                least, most = {torch.float8_e8m0fnu: (118, 126), torch.float8_e4m3fn: (24, 36)}.get(
+                    tensor.dtype, (0, 16)
+                )
+                tensor.view(torch.uint8).random_(least, most, generator=generator)
 
     def matrix(self, memory: torch.Tensor, rows: int, columns: int) -> Matrix:
         """Return the weight in `memory` as the CPU backend takes it; it holds no reference to the memory."""
-        parts = self.parts(memory, rows * columns)
-        if not self.bits:
-            return Matrix.plain(parts[0].view(rows, columns))
-        return Matrix.groups(*parts, self.bits, self.group_size, rows)
+        if self.quantized is None:
+            return Matrix.plain(memory.view(self.dtype).view(rows, columns))
+        return Matrix.quantized(self.weight(memory, rows, columns), rows, columns, self.dtype)
+
+    def values(self, memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Return the weight in `memory` in float64."""
+        if self.quantized is None:
+            return memory.view(self.dtype).view(rows, columns).double()
+        out = torch.empty(rows, columns)
+        dequantize_reference(self.weight(memory, rows, columns), out)
+        return out.double()
 
 
 def build_library(flags: str) -> ctypes.CDLL:

@@ -87,11 +87,11 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     layout.pairs = 32;
   } else if (layout.form == Form::float32 && bits != 0) {
     const int64_t lanes = instructions == Instructions::portable ? 4 : instructions == Instructions::avx2 ? 8 : 16;
-    const int64_t vector = bits == 4 ? 2 * lanes : lanes;
+    const int64_t vector = matrix.codes == Codes::int8 ? lanes : 2 * lanes;
     const bool whole = matrix.columns % vector == 0 || matrix.codes == Codes::e4m3;
     layout.vectors = whole && matrix.group % vector == 0;
     if (matrix.codes == Codes::e2m1 && matrix.group == lanes) layout.vectors = true;
-    layout.pairs = bits == 4 && layout.vectors ? vector : 0;
+    layout.pairs = vector > lanes && layout.vectors ? vector : 0;
   }
   return layout;
 }

@@ -24,6 +24,12 @@ namespace {
 // 32 float32 rounded to bfloat16.
 inline __m512i to_bfloat16(Vector one, Vector two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
 
+// A 256th of 16 E4M3 numbers.
+inline Vector e4m3_parts(const char* p) {
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtph_ps(e4m3_halves(_mm256_slli_epi16(words, 8)));
+}
+
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
 constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // after the scales
 
@@ -64,9 +70,7 @@ struct RowCodes {
   // One unit of a row.
   [[gnu::always_inline]] static inline void dequantize(const char* p, const Group& group, char* out) {
     if constexpr (kCodes == Codes::e4m3) {
-      const __m128i* const codes = reinterpret_cast<const __m128i*>(p);
-      const Vector one = _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(codes)), group.scale);
-      const Vector two = _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(codes + 1)), group.scale);
+      const Vector one = e4m3_parts(p) * group.scale, two = e4m3_parts(p + 16) * group.scale;
       _mm512_store_si512(out, to_bfloat16(one, two));
     } else if constexpr (kBits == 8) {
       const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);

@@ -31,21 +31,32 @@ struct PlainFloat32 {
   }
 };
 
+template <Dtype kDtype>
+struct Int8Float32 : PlainFloat32<kDtype> {
+  static constexpr bool kGrouped = true, kScalesSums = false;
+  static constexpr int64_t kBytes = kLanes;
+  static Group group(float scale, float minimum) { return group_of<Codes::int8, kDtype>(scale, minimum); }
+  static void unpack(const char* p, const Group* group, Vector* weight) {
+    weight[0] = dequantize_int8<kDtype>(reinterpret_cast<const uint8_t*>(p), *group);
+  }
+};
+
 template <Codes kCodes, Dtype kDtype>
-struct CodesFloat32 : PlainFloat32<kDtype> {
-  static constexpr bool kGrouped = true;
-  static constexpr int kVectors = bits_of(kCodes) == 4 ? 2 : 1;
-  static constexpr int64_t kColumns = kVectors * kLanes, kBytes = kLanes;
-  static constexpr bool kHasTail = kCodes == Codes::e4m3;  // a row may end within a chunk
+struct NibblesFloat32 : PlainFloat32<kDtype> {
+  static constexpr bool kGrouped = true, kScalesSums = false;
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kLanes;
   static Group group(float scale, float minimum) { return group_of<kCodes, kDtype>(scale, minimum); }
   static void unpack(const char* p, const Group* group, Vector* weight) {
-    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
-    if constexpr (kVectors == 2) {
-      dequantize_nibbles<kCodes, kDtype>(codes, *group, weight[0], weight[1]);
-    } else {
-      weight[0] = dequantize_bytes<kCodes, kDtype>(codes, *group);
-    }
+    dequantize_nibbles<kCodes, kDtype>(reinterpret_cast<const uint8_t*>(p), *group, weight[0], weight[1]);
   }
+};
+
+// Marks E4M3: sums of a group are scaled, so values are not rounded to the model's dtype.
+struct E4m3Float32 {
+  static constexpr bool kGrouped = true, kScalesSums = true;
+  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kColumns;
+  static Group group(float scale, float) { return group_of<Codes::int8, Dtype::float32>(scale, 0); }
 };
 
 // Pointers of one call: kRowsHere rows of the weight, kCount rows of x.
@@ -82,16 +93,56 @@ inline void multiply_direct(Direct<kCount, kRowsHere>& work, int64_t columns, co
   }
 }
 
-// The last `bytes` of each row, which fill no chunk: x is zero after them.
-template <class Format, int kCount, int kRowsHere>
-inline void multiply_tail(Direct<kCount, kRowsHere>& work, int64_t bytes, const Group* groups) {
-  char tails[kRowsHere][Format::kBytes] = {};
+// Two vectors of E4M3 codes of each row, `at` columns from where x begins.
+template <int kCount, int kRowsHere>
+[[gnu::always_inline]] inline void add_e4m3(const Direct<kCount, kRowsHere>& work, const char* const* codes, int64_t at,
+                                            Vector (*sums)[kRowsHere]) {
+#pragma GCC unroll 4
   for (int r = 0; r < kRowsHere; ++r) {
-    __builtin_memcpy(tails[r], work.values[r], static_cast<size_t>(bytes));
-    work.values[r] = tails[r];
-    work.ahead[r] = 0;
+    Vector weights[2];
+    dequantize_e4m3(reinterpret_cast<const uint8_t*>(codes[r]), weights[0], weights[1]);
+#pragma GCC unroll 4
+    for (int m = 0; m < kCount; ++m) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const Vector x = load(reinterpret_cast<const float*>(work.x[m]) + at + v * kLanes);
+        sums[m][r] = multiply_add(weights[v], x, sums[m][r]);
+      }
+    }
   }
-  multiply_direct<Format>(work, Format::kColumns, groups);
+}
+
+// Columns [first, end) of one group; of a row's last one they may end within a vector.
+template <int kCount, int kRowsHere>
+[[gnu::always_inline]] inline void multiply_e4m3(Direct<kCount, kRowsHere>& work, int64_t first, int64_t end,
+                                                 const Group* groups) {
+  constexpr int64_t kColumns = E4m3Float32::kColumns;
+  Vector sums[kCount][kRowsHere];
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount * kRowsHere; ++i) sums[i / kRowsHere][i % kRowsHere] = zero();
+  const char* codes[kRowsHere];
+  int64_t i = first;
+  for (; i + kColumns <= end; i += kColumns) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowsHere; ++r) {
+      codes[r] = work.values[r] + i;
+      prefetch(codes[r] + work.ahead[r]);
+    }
+    add_e4m3<kCount, kRowsHere>(work, codes, i, sums);
+  }
+  if (i < end) {
+    char tails[kRowsHere][kColumns] = {};
+    for (int r = 0; r < kRowsHere; ++r) {
+      __builtin_memcpy(tails[r], work.values[r] + i, static_cast<size_t>(end - i));
+      codes[r] = tails[r];
+    }
+    add_e4m3<kCount, kRowsHere>(work, codes, i, sums);
+  }
+#pragma GCC unroll 16
+  for (int j = 0; j < kCount * kRowsHere; ++j) {
+    Vector& total = work.total[j / kRowsHere][j % kRowsHere];
+    total = multiply_add(sums[j / kRowsHere][j % kRowsHere], groups[j % kRowsHere].scale, total);
+  }
 }
 
 template <class Format, int kCount, int kRowsHere>
@@ -107,10 +158,8 @@ inline void direct_groups(const Matrix& matrix, const int64_t* rows, Direct<kCou
       Group groups[kRowsHere];
 #pragma GCC unroll 4
       for (int r = 0; r < kRowsHere; ++r) groups[r] = Format::group(scales[r].scale[index], scales[r].minimum[index]);
-      if constexpr (Format::kHasTail) {
-        const int64_t tail = some % Format::kColumns;
-        multiply_direct<Format>(work, some - tail, groups);
-        if (tail > 0) multiply_tail<Format>(work, tail, groups);
+      if constexpr (Format::kScalesSums) {
+        multiply_e4m3<kCount, kRowsHere>(work, k + i, k + i + some, groups);
       } else {
         multiply_direct<Format>(work, some, groups);
       }
@@ -128,7 +177,15 @@ template <class Format, int kCount, int kRowsHere>
 inline void direct_plain(const Matrix& matrix, Direct<kCount, kRowsHere>& work) {
   const int64_t whole = matrix.columns / Format::kColumns * Format::kColumns;
   multiply_direct<Format>(work, whole, nullptr);
-  if (whole < matrix.columns) multiply_tail<Format>(work, (matrix.columns - whole) * bytes_of(matrix.dtype), nullptr);
+  if (whole == matrix.columns) return;
+  char tails[kRowsHere][Format::kBytes] = {};
+  for (int r = 0; r < kRowsHere; ++r) {
+    const int64_t bytes = (matrix.columns - whole) * bytes_of(matrix.dtype);
+    __builtin_memcpy(tails[r], work.values[r], static_cast<size_t>(bytes));
+    work.values[r] = tails[r];
+    work.ahead[r] = 0;
+  }
+  multiply_direct<Format>(work, Format::kColumns, nullptr);
 }
 
 template <class Format, int kCount, int kRowsHere>
@@ -176,18 +233,18 @@ inline void direct(const Matrix& matrix, const Layout& layout, int64_t count, co
 
 void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                      float* out, int64_t stride, char* scratch) {
-  const bool four_bits = bits_of(matrix.codes) == 4;
-  const bool fits = matrix.codes == Codes::plain || (layout.vectors && matrix.group % ((four_bits ? 2 : 1) * kLanes) == 0);
+  const int64_t columns = matrix.codes == Codes::int8 ? kLanes : 2 * kLanes;  // of a chunk of codes
+  const bool fits = matrix.codes == Codes::plain || (layout.vectors && matrix.group % columns == 0);
   if (count > kDirectCount || !fits || without(kDirect)) {
     return product_in_vectors(matrix, layout, count, input, first, last, out, stride, scratch);
   }
   with_dtype(matrix.dtype, [&](auto dtype) {
     constexpr Dtype kDtype = dtype.value;
     const auto multiply = matrix.codes == Codes::plain  ? direct<PlainFloat32<kDtype>>
-                          : matrix.codes == Codes::int8 ? direct<CodesFloat32<Codes::int8, kDtype>>
-                          : matrix.codes == Codes::int4 ? direct<CodesFloat32<Codes::int4, kDtype>>
-                          : matrix.codes == Codes::e2m1 ? direct<CodesFloat32<Codes::e2m1, kDtype>>
-                                                        : direct<CodesFloat32<Codes::e4m3, Dtype::float32>>;
+                          : matrix.codes == Codes::int8 ? direct<Int8Float32<kDtype>>
+                          : matrix.codes == Codes::int4 ? direct<NibblesFloat32<Codes::int4, kDtype>>
+                          : matrix.codes == Codes::e2m1 ? direct<NibblesFloat32<Codes::e2m1, kDtype>>
+                                                        : direct<E4m3Float32>;
     multiply(matrix, layout, count, input, first, last, out, stride);
   });
 }

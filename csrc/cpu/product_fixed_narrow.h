@@ -205,7 +205,7 @@ template <Codes kCodes, int kUnits, int kScales, ScaleForm kForm>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                       float* out, int64_t stride) {
   const int64_t x_stride = input_stride(layout);
-  for_two_rows<kCodes>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
+  for_two_rows<kCodes, kForm>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
     const int64_t left = last - row;
     float* const to = out + row - first;
     int64_t m = 0;

@@ -14,11 +14,12 @@ constexpr int64_t kAhead = 4096;  // bytes, at least, of prefetch distance
 struct TwoRows {
   const char* codes[2];
   RowScales scales[2];
+  float factors[2];             // of the rows' E4M3 scales
   int64_t ahead, groups_ahead;  // of what is prefetched: bytes of codes, and groups
 };
 
 // Calls work(rows, row) for rows [first, last), two at a time; an odd last one twice.
-template <Codes kCodes, typename Function>
+template <Codes kCodes, ScaleForm kForm, typename Function>
 [[gnu::always_inline]] inline void for_two_rows(const Matrix& matrix, int64_t first, int64_t last, const Function& work) {
   const int64_t row_bytes = matrix.columns * bits_of(kCodes) / 8;
   const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2);
@@ -28,6 +29,9 @@ template <Codes kCodes, typename Function>
       const int64_t here = row + r < last ? row + r : row;
       rows.codes[r] = values_at(matrix, here, 0);
       rows.scales[r] = RowScales(matrix, here, 0);
+      if constexpr (kForm == ScaleForm::e4m3) {
+        rows.factors[r] = matrix.divides ? 1 / matrix.row_scales[here] : matrix.row_scales[here];
+      }
     }
     const bool more = row + 1 + rows_ahead < last;
     rows.ahead = more ? rows_ahead * row_bytes : 0;
@@ -40,7 +44,9 @@ template <Codes kCodes, typename Function>
 template <int kCount, ScaleForm kForm>
 [[gnu::always_inline]] inline void take_groups(const Matrix& matrix, const TwoRows& rows, int64_t g, int64_t some,
                                                const char* sums, int64_t x_stride, Vector* scales, Vector (*total)[kCount]) {
-  int64_t scale_bytes = 2, offset_bytes = 2;
+  constexpr bool kBytes = kForm == ScaleForm::e8m0 || kForm == ScaleForm::e4m3;
+  constexpr bool kOffsets = kForm == ScaleForm::float16 || kForm == ScaleForm::bfloat16 || kForm == ScaleForm::any;
+  int64_t scale_bytes = kBytes ? 1 : 2, offset_bytes = 2;
   if constexpr (kForm == ScaleForm::any) {
     scale_bytes = bytes_of(matrix.scale_dtype);
     offset_bytes = matrix.offset_kind == Offsets::zero_points ? 1 : scale_bytes;
@@ -49,11 +55,18 @@ template <int kCount, ScaleForm kForm>
   for (int r = 0; r < 2; ++r) {
     RowScales from_row = rows.scales[r];
     from_row.scales += g * scale_bytes;
-    from_row.offsets += g * offset_bytes;
     prefetch(from_row.scales + rows.groups_ahead * scale_bytes);
-    prefetch(from_row.offsets + rows.groups_ahead * offset_bytes);
+    if constexpr (kOffsets) {
+      from_row.offsets += g * offset_bytes;
+      prefetch(from_row.offsets + rows.groups_ahead * offset_bytes);
+    }
     Vector minima;
-    load_scales<kForm>(matrix, from_row, some, scales[r], minima);
+    if constexpr (kForm == ScaleForm::e4m3) {  // as convert_scales, rounded otherwise
+      scales[r] = some_of<Dtype::e4m3>(from_row.scales, some) * broadcast(rows.factors[r] * 0.5f);
+      minima = scales[r] * broadcast(-12);
+    } else {
+      load_scales<kForm, true>(matrix, from_row, some, scales[r], minima);
+    }
 #pragma GCC unroll 4
     for (int m = 0; m < kCount; ++m) {
       total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);

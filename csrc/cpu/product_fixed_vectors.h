@@ -134,7 +134,7 @@ template <int kCount, Codes kCodes, ScaleForm kForm>
 template <int kCount, Codes kCodes, ScaleForm kForm>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
                       int64_t stride) {
-  for_two_rows<kCodes>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
+  for_two_rows<kCodes, kForm>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
     Vector total[2][kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();

@@ -51,7 +51,7 @@ static constexpr bool without(Optional) { return false; }
 struct Layout {
   Form form;
   bool vectors;  // float32: groups are whole vectors of codes; else codes are dequantized one by one
-  // Order of columns within blocks. int4 in whole vectors: in blocks of this size, low nibbles come before high ones. Two
+  // Order of columns within blocks. 4 bits and E4M3 in whole vectors: in blocks of this size, even columns before odd ones. Two
   // terms: 32, column i is beside i + 16. dequantized_tiles with int4: 64 or 32, the order of product_dequantized_tiles.h. Else
   // 0: unchanged.
   int64_t pairs;

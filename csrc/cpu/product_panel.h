@@ -24,7 +24,7 @@ template <Codes kCodes, Dtype kDtype>
   const Scales<kBlockColumns / kLanes + 2> scales(matrix, row, k, count);
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
   constexpr bool kBytes = bits_of(kCodes) == 8;
-  constexpr int64_t kColumns = kBytes ? kLanes : 2 * kLanes;
+  constexpr int64_t kColumns = kCodes == Codes::int8 ? kLanes : 2 * kLanes;
   const int64_t group_columns = matrix.group;  // read once: stores to `out` might change `matrix`
   if (kCodes == Codes::e2m1 && group_columns < kColumns) {
     const Group numbers = group_of<kCodes, Dtype::float32>(1, 0);
@@ -37,8 +37,8 @@ template <Codes kCodes, Dtype kDtype>
       dequantize_nibbles<Codes::e2m1, Dtype::float32>(whole ? codes + i / 2 : part, numbers, even, odd);
       const float* const scale = scales.scale + i / kLanes;
       const Vector both = halves(scale[0], whole ? scale[1] : 0);
-      store(out + i, rounded<kDtype>(even * both));
-      store(out + i + kLanes, rounded<kDtype>(odd * both));
+      store(out + i, even * both);  // not rounded, which would take as long again
+      store(out + i + kLanes, odd * both);
     }
     return;
   }
@@ -52,14 +52,19 @@ template <Codes kCodes, Dtype kDtype>
       group = group_of<kCodes, kDtype>(scales.scale[index], scales.minimum[index]);
     }
     prefetch(next + (kBytes ? i : i / 2));
-    if constexpr (kBytes) {
+    if constexpr (kCodes == Codes::int8) {
+      store(out + i, dequantize_int8<kDtype>(codes + i, group));
+    } else if constexpr (kCodes == Codes::e4m3) {
       const uint8_t* from_codes = codes + i;
-      uint8_t tail[kLanes] = {};
-      if (kCodes == Codes::e4m3 && count - i < kLanes) {  // a row may end within a vector
+      uint8_t tail[kColumns] = {};
+      if (count - i < kColumns) {  // a row may end within a vector
         __builtin_memcpy(tail, from_codes, static_cast<size_t>(count - i));
         from_codes = tail;
       }
-      store(out + i, dequantize_bytes<kCodes, kDtype>(from_codes, group));
+      Vector even, odd;
+      dequantize_e4m3(from_codes, even, odd);
+      store(out + i, even * group.scale);
+      store(out + i + kLanes, odd * group.scale);
     } else {
       Vector even, odd;
       dequantize_nibbles<kCodes, kDtype>(codes + i / 2, group, even, odd);
@@ -86,7 +91,7 @@ inline void fill_panel(const Matrix& matrix, const Layout& layout, int64_t row, 
   if (matrix.codes == Codes::plain) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
   if (!layout.vectors) return dequantize_one_by_one<kBlockColumns>(matrix, row, k, count, padded, out);
   dequantize_groups(matrix, row, k, count, out, next);
-  const int64_t of_vectors = bits_of(matrix.codes) == 4 ? 2 * kLanes : kLanes;
+  const int64_t of_vectors = matrix.codes == Codes::int8 ? kLanes : 2 * kLanes;
   for (int64_t i = round_up(count, of_vectors); i < padded; i += kLanes) store(out + i, zero());
 }
 

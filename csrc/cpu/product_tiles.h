@@ -243,7 +243,7 @@ inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64
     if constexpr (kForm == ScaleForm::any) {
       from_row = RowScales(matrix, row + r + 1, group);
     } else {
-      from_row.scales += groups * 2;
+      from_row.scales += groups * (kForm == ScaleForm::e8m0 ? 1 : 2);
       from_row.offsets += groups * 2;
     }
   }
@@ -253,9 +253,11 @@ template <bool kUnsigned>
 inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64_t group, float* scales, float* minima,
                          const __m512i* order = nullptr) {
   const ScaleForm form = scale_form(matrix);
-  const auto convert = form == ScaleForm::float16    ? convert_rows<kUnsigned, ScaleForm::float16>
-                       : form == ScaleForm::bfloat16 ? convert_rows<kUnsigned, ScaleForm::bfloat16>
-                                                     : convert_rows<kUnsigned, ScaleForm::any>;
+  const auto convert = form == ScaleForm::float16     ? convert_rows<kUnsigned, ScaleForm::float16>
+                       : form == ScaleForm::bfloat16  ? convert_rows<kUnsigned, ScaleForm::bfloat16>
+                       : form == ScaleForm::symmetric ? convert_rows<kUnsigned, ScaleForm::symmetric>
+                       : form == ScaleForm::e8m0      ? convert_rows<kUnsigned, ScaleForm::e8m0>
+                                                      : convert_rows<kUnsigned, ScaleForm::any>;
   convert(matrix, row, count, group, scales, minima, order);
 }
 

@@ -52,12 +52,27 @@ inline Vector some_of(Dtype dtype, const char* p, int64_t count) {
   }
 }
 
-// How scales are read: in 16 bits with minima of the same dtype, which needs no conversion of another format, or any.
-enum class ScaleForm { float16, bfloat16, any };
+// How scales of integer codes are read: those that occur most without a branch.
+enum class ScaleForm {
+  float16,    // and minima
+  bfloat16,   // and minima
+  symmetric,  // bfloat16 without offsets
+  e8m0,       // without offsets
+  e4m3,       // and scales of rows
+  any
+};
 
 inline ScaleForm scale_form(const Matrix& matrix) {
-  const bool other = matrix.offset_kind != Offsets::minima || matrix.row_scales != nullptr || matrix.group_rows != 1;
-  if (other || matrix.codes == Codes::e2m1 || bytes_of(matrix.scale_dtype) != 2) return ScaleForm::any;
+  const bool of_rows = matrix.row_scales != nullptr, none = matrix.offset_kind == Offsets::none;
+  if (matrix.group_rows != 1 || of_rows != (matrix.scale_dtype == Dtype::e4m3)) return ScaleForm::any;
+  if (matrix.codes == Codes::e2m1) {
+    return !none                               ? ScaleForm::any
+           : matrix.scale_dtype == Dtype::e8m0 ? ScaleForm::e8m0
+           : matrix.scale_dtype == Dtype::e4m3 ? ScaleForm::e4m3
+                                               : ScaleForm::any;
+  }
+  if (none && matrix.codes == Codes::int4 && matrix.scale_dtype == Dtype::bfloat16) return ScaleForm::symmetric;
+  if (matrix.offset_kind != Offsets::minima || bytes_of(matrix.scale_dtype) != 2) return ScaleForm::any;
   return matrix.scale_dtype == Dtype::float16 ? ScaleForm::float16 : ScaleForm::bfloat16;
 }
 
@@ -65,12 +80,17 @@ inline ScaleForm scale_form(const Matrix& matrix) {
 template <typename Run>
 inline void with_integer_codes(const Matrix& matrix, const Run& run) {
   const ScaleForm form = scale_form(matrix);
+  if (matrix.codes == Codes::e2m1) {
+    constexpr Constant<Codes::e2m1> kE2m1{};
+    if (form == ScaleForm::e8m0) return run(kE2m1, Constant<ScaleForm::e8m0>{});
+    return form == ScaleForm::e4m3 ? run(kE2m1, Constant<ScaleForm::e4m3>{}) : run(kE2m1, Constant<ScaleForm::any>{});
+  }
   const auto with_form = [&](auto codes) {
     if (form == ScaleForm::float16) return run(codes, Constant<ScaleForm::float16>{});
     if (form == ScaleForm::bfloat16) return run(codes, Constant<ScaleForm::bfloat16>{});
     run(codes, Constant<ScaleForm::any>{});
   };
-  if (matrix.codes == Codes::e2m1) return run(Constant<Codes::e2m1>{}, Constant<ScaleForm::any>{});
+  if (form == ScaleForm::symmetric) return run(Constant<Codes::int4>{}, Constant<ScaleForm::symmetric>{});
   matrix.codes == Codes::int4 ? with_form(Constant<Codes::int4>{}) : with_form(Constant<Codes::int8>{});
 }
 
@@ -113,15 +133,23 @@ inline void convert_scales(const Matrix& matrix, const RowScales& from, int64_t 
   }
 }
 
-template <ScaleForm kForm, bool kUnsigned = true>
+// Likewise, in a form that is known.
+template <ScaleForm kForm, bool kUnsigned>
 [[gnu::always_inline]] inline void load_scales(const Matrix& matrix, const RowScales& from_row, int64_t count, Vector& scale,
                                                Vector& minimum) {
-  if constexpr (kForm == ScaleForm::any) {
-    convert_scales<kUnsigned>(matrix, from_row, count, scale, minimum);
-  } else {
+  if constexpr (kForm == ScaleForm::symmetric) {
+    scale = some_of<Dtype::bfloat16>(from_row.scales, count);
+    minimum = scale * broadcast(-8);
+  } else if constexpr (kForm == ScaleForm::e8m0) {
+    scale = some_of<Dtype::e8m0>(from_row.scales, count);
+    if (kUnsigned) scale = scale * broadcast(0.5f);
+    minimum = kUnsigned ? scale * broadcast(-12) : zero();
+  } else if constexpr (kForm == ScaleForm::float16 || kForm == ScaleForm::bfloat16) {
     constexpr Dtype kDtype = kForm == ScaleForm::float16 ? Dtype::float16 : Dtype::bfloat16;
     scale = some_of<kDtype>(from_row.scales, count);
     minimum = some_of<kDtype>(from_row.offsets, count);
+  } else {
+    convert_scales<kUnsigned>(matrix, from_row, count, scale, minimum);
   }
 }
 

@@ -6,8 +6,9 @@
 //   from_bytes<dtype>                        likewise, of a dtype of one byte
 //   rounded<dtype>                           float32 rounded to dtype
 //   Group, group_of<codes, dtype>(scale, minimum)
-//   dequantize_bytes<codes, dtype>, dequantize_nibbles<codes, dtype>   kLanes bytes of codes to float32; of E4M3 a 256th, not
-//   rounded halves(low, high)                        one value in the lower half of the lanes, another in the upper half
+//   dequantize_int8<dtype>, dequantize_nibbles<codes, dtype>   kLanes bytes of codes to float32
+//   dequantize_e4m3(p, even, odd)            2 * kLanes codes to a 256th of their numbers
+//   halves(low, high)                        one value in the lower half of the lanes, another in the upper half
 //   split_pairs(one, two, even, odd)         elements of even and odd index
 //
 // and for attention: store_float16, store_bfloat16, max, below(x, limit, then, otherwise), round, times_two_to(x, whole),

@@ -62,16 +62,24 @@ inline Group group_of(float scale, float minimum) {
 
 inline __m256i bytes(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
 
-// A 256th of 8 E4M3 numbers (e4m3_half_bits): a sign-extended byte has its sign in bit 8 and above.
-inline Vector e4m3_parts(const void* p) {
-  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(p))), 7);
-  return _mm256_cvtph_ps(_mm_and_si128(words, _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+// e4m3_half_bits of 8 words with E4M3 codes in their upper bytes: the sign is shifted in beside itself.
+inline __m128i e4m3_halves(__m128i words) {
+  return _mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
+}
+
+inline void dequantize_e4m3(const uint8_t* p, Vector& even, Vector& odd) {
+  const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  even = _mm256_cvtph_ps(e4m3_halves(_mm_slli_epi16(both, 8)));
+  odd = _mm256_cvtph_ps(e4m3_halves(both));
 }
 
 template <Dtype kDtype>
 inline Vector from_bytes(const char* p) {
   if constexpr (kDtype == Dtype::uint8) return _mm256_cvtepi32_ps(bytes(p));
-  if constexpr (kDtype == Dtype::e4m3) return _mm256_mul_ps(e4m3_parts(p), broadcast(256));
+  if constexpr (kDtype == Dtype::e4m3) {
+    const __m128i words = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 8);
+    return _mm256_mul_ps(_mm256_cvtph_ps(e4m3_halves(words)), broadcast(256));
+  }
   const Vector power = _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32(bytes(p), 23), _mm256_set1_epi32(0x400000)));
   return _mm256_add_ps(power, _mm256_sub_ps(power, power));  // 255 gives infinity, whose difference is not a number
 }
@@ -83,9 +91,8 @@ inline Vector dequantize(__m256i codes, const Group& group) {
   return rounded<kDtype>(_mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), group.scale, group.minimum));
 }
 
-template <Codes kCodes, Dtype kDtype>
-inline Vector dequantize_bytes(const uint8_t* p, const Group& group) {
-  if constexpr (kCodes == Codes::e4m3) return _mm256_mul_ps(e4m3_parts(p), group.scale);
+template <Dtype kDtype>
+inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
   return dequantize<kDtype>(bytes(p), group);
 }
 

@@ -64,16 +64,24 @@ inline Group group_of(float scale, float minimum) {
 inline __m512i bytes(__m128i p) { return _mm512_cvtepu8_epi32(p); }
 inline __m512i bytes(const uint8_t* p) { return bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
-// A 256th of 16 E4M3 numbers (e4m3_half_bits): a sign-extended byte has its sign in bit 8 and above.
-inline Vector e4m3_parts(__m128i p) {
-  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(p), 7);
-  return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+// e4m3_half_bits of 16 words with E4M3 codes in their upper bytes: the sign is shifted in beside itself.
+inline __m256i e4m3_halves(__m256i words) {
+  return _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+}
+
+inline void dequantize_e4m3(const uint8_t* p, Vector& even, Vector& odd) {
+  const __m256i both = load_32_bytes(p);
+  even = _mm512_cvtph_ps(e4m3_halves(_mm256_slli_epi16(both, 8)));
+  odd = _mm512_cvtph_ps(e4m3_halves(both));
 }
 
 template <Dtype kDtype>
 inline Vector from_bytes(__m128i p) {
   if constexpr (kDtype == Dtype::uint8) return _mm512_cvtepi32_ps(bytes(p));
-  if constexpr (kDtype == Dtype::e4m3) return _mm512_mul_ps(e4m3_parts(p), broadcast(256));
+  if constexpr (kDtype == Dtype::e4m3) {
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(p), 8);
+    return _mm512_mul_ps(_mm512_cvtph_ps(e4m3_halves(words)), broadcast(256));
+  }
   const Vector power = _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes(p), 23), _mm512_set1_epi32(0x400000)));
   return _mm512_add_ps(power, _mm512_sub_ps(power, power));  // 255 gives infinity, whose difference is not a number
 }
@@ -85,10 +93,8 @@ inline Vector from_bytes(const char* p) {
 
 inline Vector halves(float low, float high) { return _mm512_mask_blend_ps(0xff00, broadcast(low), broadcast(high)); }
 
-template <Codes kCodes, Dtype kDtype>
-inline Vector dequantize_bytes(const uint8_t* p, const Group& group) {
-  if constexpr (kCodes == Codes::e4m3)
-    return _mm512_mul_ps(e4m3_parts(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), group.scale);
+template <Dtype kDtype>
+inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
   return rounded<kDtype>(multiply_add(_mm512_cvtepi32_ps(bytes(p)), group.scale, group.minimum));
 }
 

@@ -81,10 +81,14 @@ inline Vector of_codes(int a, int b, int c, int d) {
   return Vector{number_of(kCodes, a), number_of(kCodes, b), number_of(kCodes, c), number_of(kCodes, d)};
 }
 
-template <Codes kCodes, Dtype kDtype>
-inline Vector dequantize_bytes(const uint8_t* p, const Group& group) {
-  const Vector numbers = of_codes<kCodes>(p[0], p[1], p[2], p[3]);
-  return kCodes == Codes::e4m3 ? numbers * group.scale : rounded<kDtype>(numbers * group.scale + group.minimum);
+template <Dtype kDtype>
+inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
+  return rounded<kDtype>(of_codes<Codes::int8>(p[0], p[1], p[2], p[3]) * group.scale + group.minimum);
+}
+
+inline void dequantize_e4m3(const uint8_t* p, Vector& even, Vector& odd) {
+  even = of_codes<Codes::e4m3>(p[0], p[2], p[4], p[6]);
+  odd = of_codes<Codes::e4m3>(p[1], p[3], p[5], p[7]);
 }
 
 template <Codes kCodes, Dtype kDtype>
