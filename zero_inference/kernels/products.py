@@ -37,8 +37,8 @@ ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
 GROUP_16_SHARED_BYTES = 132 << 10
 MAX_PAIRS = 65535  # in a call of the experts' operator: the second dimension of a grid
 GATHERED_BYTES = 128 << 20  # at once: enough to fill a device, little beside the memory that a run keeps free
-# Results of the experts' operator, as `Form` in csrc/quantization/product_task.cuh: the product, f(product), or f(gate) * up with gate's rows
-# first in the weight, up's rows first, or both interleaved.
+# Results of the experts' operator, as `Form` in csrc/quantization/product_task.cuh: the product, f(product), or f(gate) * up with gate's
+# rows first in the weight, up's rows first, or both interleaved.
 PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
 
 LIBRARY = operator_library(__name__)
