@@ -171,7 +171,7 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;        // loads in flight a thread: the latency of HBM wants several
 constexpr int kBlocksPerSm = 32;  // four waves of full occupancy; what is left goes round the grid-stride loop
 
-// --- Products of a few tokens with codes (product.cu) ---
+// --- Products of a few tokens with codes (product_kernel.cuh) ---
 
 // Eight warps a block, which share its rows and its columns between them, each with 32 rows at once: tokens read from shared
 // memory serve two tiles of 16 rows. Three stages of 2 KB a warp, of which two are on their way: with two blocks an SM

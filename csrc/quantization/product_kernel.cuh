@@ -59,10 +59,10 @@ __device__ __forceinline__ void multiply_step(const Task& task, const Place<F>& 
   const int row = place.row_warp * kWarpRows + place.row_lane;
   const int group = (step * F::kElements + place.column_lane * F::kLaneElements) >> task.group_shift;
   const int first_group = chunk_first >> task.group_shift;
-  const uint8_t* scales = chunk + task.template input_bytes<F>() + row * stride + group * F::kScaleBytes;
+  const uint8_t* scales = chunk + task.input_bytes + row * stride + group * F::kScaleBytes;
   const int minima_behind = task.block_rows * stride;
   const int zero_stride = task.template stride<F, 1>();
-  const uint8_t* zeros = chunk + task.template input_bytes<F>() + minima_behind + row * zero_stride + group;
+  const uint8_t* zeros = chunk + task.input_bytes + minima_behind + row * zero_stride + group;
   if constexpr (F::kOffsetBytes == 1) zeros += first_group % kWordBytes;
 #pragma unroll
   for (int tile = 0; tile < kProductTiles; ++tile) {
@@ -240,7 +240,7 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   const Place<F> place(task);
   uint4* ring = dynamic_shared() + threadIdx.x / kWarp * (kProductStages * kStageVectors) + threadIdx.x % kWarp;
   uint8_t* chunks = reinterpret_cast<uint8_t*>(dynamic_shared() + kRingVectors);
-  const int chunk_bytes = task.template chunk_bytes<F>();
+  const int chunk_bytes = task.chunk_bytes;
 
   const int64_t row_bytes = int64_t{task.columns} * F::kBits / 8;
   const uint8_t* from[kProductTiles * 2];
@@ -418,6 +418,8 @@ void choose(Task& task, const Limits& device, bool clusters) {
   }
   // one that was asked for, too
   while (task.chunk_steps > kProductLeastChunk && task.template shared_bytes<F>() > device.shared_bytes) task.chunk_steps /= 2;
+  task.input_bytes = task.template bytes_of_input<F>();
+  task.chunk_bytes = task.template bytes_of_chunk<F>();
 }
 
 template <typename T, typename F, int kTokenTiles, Rows kRows = Rows::kAll>

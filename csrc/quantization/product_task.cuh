@@ -33,6 +33,7 @@ struct Task {
   int group_rows;  // of `Scales::kSums`, 1 otherwise
   bool divides;    // row scales divide
   int column_warps, block_rows, splits, chunk_steps;
+  int input_bytes, chunk_bytes;  // of a chunk: its tokens (the most of a block), and all
   // of linear_groups_indexed; `tokens` is the maximum of pairs in a block, the first one is blockIdx.y
   int pairs;         // 1 otherwise
   int pairs_of_row;  // of x, one after the other
@@ -65,7 +66,7 @@ struct Task {
     return (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes | kVectorBytes;
   }
   template <typename F>
-  __host__ __device__ int input_bytes() const {
+  int bytes_of_input() const {
     return tokens * chunk_columns<F>() * 2;
   }
   template <typename F>
@@ -73,14 +74,14 @@ struct Task {
     return block_rows * stride<F, F::kScaleBytes>();
   }
   template <typename F>
-  __host__ __device__ int chunk_bytes() const {
-    return input_bytes<F>() + scale_bytes<F>() + block_rows * stride<F, F::kOffsetBytes>();
+  int bytes_of_chunk() const {
+    return bytes_of_input<F>() + scale_bytes<F>() + block_rows * stride<F, F::kOffsetBytes>();
   }
   // One buffer suffices without a second chunk.
   template <typename F>
   int shared_bytes() const {
     const int most = (slices() + splits - 1) / splits * kSlice;
-    return kRingVectors * kVectorBytes + chunk_bytes<F>() * (most > chunk_columns<F>() ? 2 : 1);
+    return kRingVectors * kVectorBytes + bytes_of_chunk<F>() * (most > chunk_columns<F>() ? 2 : 1);
   }
 };
 
@@ -214,7 +215,7 @@ template <typename F, typename AnyTask>
 __device__ __forceinline__ void stage_chunk(const AnyTask& task, const Place<F>& place, int chunk, uint8_t* to) {
   const int chunk_first = place.first + chunk * task.template chunk_columns<F>();
   stage_input<F>(task, place, chunk_first, reinterpret_cast<uint4*>(to));
-  to += task.template input_bytes<F>();
+  to += task.input_bytes;
   if constexpr (F::kScaleBytes == 1) stage_bytes<F>(task, place, chunk_first, task.scale, to);
   if constexpr (F::kOffsetBytes == 1) {
     if (task.offset != nullptr) stage_bytes<F>(task, place, chunk_first, task.offset, to + task.template scale_bytes<F>());

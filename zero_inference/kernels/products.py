@@ -37,8 +37,8 @@ ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
 GROUP_16_SHARED_BYTES = 132 << 10
 MAX_PAIRS = 65535  # in a call of the experts' operator: the second dimension of a grid
 GATHERED_BYTES = 128 << 20  # at once: enough to fill a device, little beside the memory that a run keeps free
-# Results of the experts' operator, as `Form` in csrc/quantization/product.cu: the product, f(product), or f(gate) * up with gate's rows
-# first in the weight, up's rows first, or both interleaved.
+# Results of the experts' operator, as `Form` in csrc/quantization/product_task.cuh: the product, f(product), or f(gate) * up with gate's
+# rows first in the weight, up's rows first, or both interleaved.
 PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
 
 LIBRARY = operator_library(__name__)
@@ -57,7 +57,7 @@ class Epilogue(NamedTuple):
     """Activation that is fused into the first product: f(product), or f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)."""
 
     form: int  # `ACTIVATED` to `INTERLEAVED`
-    activation: int  # number of f in csrc/quantization/product.cu
+    activation: int  # number of f in csrc/quantization/product_kernel.cuh
     limit: float  # 0 for none
     up_offset: float
     reference: Callable[[Tensor], Tensor]  # the same with PyTorch, of float32 [pairs, rows]
