@@ -58,7 +58,8 @@ def check() -> tuple[int, list[str]]:
     """Return the number of cases and those that differ, over dtypes, bits, group sizes, odd numbers of groups, and unaligned tensors."""
     import torch
 
-    from zero_inference.kernels.quantization import dequantize_reference
+    from zero_inference.kernels.formats import dequantize_reference
+    from zero_inference.kernels.quantization import GroupQuantization, dequantize
 
     generator = torch.Generator("cuda").manual_seed(5)
     checked, wrong = 0, []
@@ -75,10 +76,10 @@ def check() -> tuple[int, list[str]]:
                     minimum = torch.randn(groups, device="cuda", generator=generator).to(dtype)
                     memory = torch.full((numel + offset + 8,), 7.0, dtype=dtype, device="cuda")
                     expected = torch.empty(numel, dtype=dtype, device="cuda")
-                    torch.ops.zero_inference.dequantize_groups(
-                        codes, scale, minimum, bits, group_size, memory[offset : offset + numel]
-                    )
-                    dequantize_reference(codes, scale, minimum, bits, group_size, expected)
+                    weight = GroupQuantization(bits, group_size).as_weight(codes, scale, minimum)
+                    dequantize(weight, memory[offset : offset + numel])
+                    if numel:
+                        dequantize_reference(weight, expected)
                     around = torch.cat([memory[:offset], memory[offset + numel :]])
                     checked += 1
                     if not torch.equal(memory[offset : offset + numel], expected) or not bool((around == 7).all()):
@@ -90,7 +91,8 @@ def measure() -> list[dict]:
     """Return a record of each case: median_ms and gb_per_s of the kernel, copy_gb_per_s of copying the weights, PyTorch's reference_ms."""
     import torch
 
-    from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
+    from zero_inference.kernels.formats import dequantize_reference
+    from zero_inference.kernels.quantization import GroupQuantization, dequantize, quantize
     from zero_inference.utils.timing import measure_median_s
 
     def median_ms(work, *args) -> float:
@@ -104,10 +106,10 @@ def measure() -> list[dict]:
         for bits in (4, 8):
             for group_size in (32, 64, 128):
                 scheme = GroupQuantization(bits, group_size)
-                packed = quantize(weight, scheme)
+                packed = scheme.as_weight(*quantize(weight, scheme))
                 moved = scheme.stored_bytes(weight.numel(), dtype) + out.nbytes
-                median = median_ms(torch.ops.zero_inference.dequantize_groups, *packed, bits, group_size, out)
-                reference = median_ms(dequantize_reference, *packed, bits, group_size, out)
+                median = median_ms(dequantize, packed, out)
+                reference = median_ms(dequantize_reference, packed, out)
                 case = dict(dtype=str(dtype).removeprefix("torch."), bits=bits, group_size=group_size)
                 case |= dict(median_ms=median, gb_per_s=moved / median / 1e6)
                 cases.append(case | dict(copy_gb_per_s=2 * out.nbytes / copy_ms / 1e6, reference_ms=reference))

@@ -143,12 +143,13 @@ def formats() -> Iterator[tuple[str, float, Callable | None]]:
     import torch
 
     from zero_inference.cpu.products import quantize
-    from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
+    from zero_inference.kernels.quantization import GroupQuantization, dequantize
 
     def groups(bits: int, size: int):
         def rounded(weight: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(weight, dtype=torch.bfloat16)
-            dequantize_reference(*quantize(weight.bfloat16(), GroupQuantization(bits, size)), bits, size, out)
+            scheme = GroupQuantization(bits, size)
+            dequantize(scheme.as_weight(*quantize(weight.bfloat16(), scheme)), out)
             return out.float()
 
         return rounded

@@ -1,10 +1,10 @@
 """Time products of a few tokens with codes on a CUDA device: our fused operator, its alternatives and its launch sizes.
 
     python benchmarks/quantized_products.py [--save FILE] [--dtype float16] [--sweep | --experts]
-        [--shapes 5120x5120 ...] [--tokens 1 ...] [--bits 4 ...]    (exit code 2 without device or kernel)
+        [--shapes 5120x5120 ...] [--tokens 1 ...] [--formats int4 ...]    (exit code 2 without device or kernel)
 
 Microseconds are those of one product, median of replays of a CUDA graph of many products with different weights, more than the L2 cache
-holds. GB/s are 10^9 stored bytes of the weight (codes, scales, minima) a second; the share is that of a copy inside the device, whose
+holds. GB/s are 10^9 stored bytes of the weight (codes and all scales) a second; the share is that of a copy inside the device, whose
 bytes read and written both count. `--sweep` times every launch size of the fused operator instead, from which those of
 csrc/launch_sizes.cuh are chosen. `--experts` times what a layer of Qwen3-30B-A3B does with cached experts, and a hand-off to the CPU
 that is answered at once.
@@ -38,7 +38,9 @@ LAUNCHES = 24  # of a graph, at least
 SECONDS = 0.05  # of replays
 COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)  # swept; see csrc/launch_sizes.cuh
 HIDDEN, INNER, EXPERTS_PER_TOKEN, SLOTS = 2048, 768, 8, 16  # Qwen3-30B-A3B; SLOTS: cached experts
-FIELDS = ("rows", "columns", "bits", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
+# "int4" and "int8" are our own; "sym" and "zero" have no minima, but zero points of 8 or of a byte
+FORMATS = ("int4", "int8", "int4sym", "int4zero", "int8sym", "mxfp4", "nvfp4", "fp8blocks", "fp8rows")
+FIELDS = ("rows", "columns", "format", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
 
 
 class Timing(NamedTuple):
@@ -59,12 +61,12 @@ def main() -> int:
     kind.add_argument("--experts", action="store_true", help="time a mixture's experts and the hand-off instead")
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS", help="of weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--bits", type=int, nargs="+", choices=(4, 8), default=(4, 8))
-    parser.add_argument("--group-size", type=int, default=32, help="default: 32, as runs have with 4 bits")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="experts: of int4 and int8")
+    parser.add_argument("--group-size", type=int, default=32, help="of integers; default: 32, as runs have with 4 bits")
     args = parser.parse_args()
     import torch
 
-    from zero_inference.kernels import products  # noqa: F401  its schema
+    from zero_inference.kernels import products
     from zero_inference.kernels.extension import load_extension, why_unavailable
 
     if not load_extension():
@@ -73,19 +75,24 @@ def main() -> int:
     dtype = getattr(torch, args.dtype)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}, groups of {args.group_size}")
     if args.experts:
-        rows = [row for bits in args.bits for row in time_experts(bits, dtype, args.group_size, args.tokens)]
+        own = [int(name[3:]) for name in args.formats if name in ("int4", "int8")]
+        rows = [row for bits in own for row in time_experts(bits, dtype, args.group_size, args.tokens)]
         if args.save:
             args.save.write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
         return 0
     copy = copy_gb_per_s()
     print(f"a copy inside the device: {copy:.0f} GB/s\n")
     rows = []
-    for (height, width), bits in itertools.product(args.shapes, args.bits):
-        weights = Weights(height, width, bits, dtype, args.group_size)
+    for (height, width), name in itertools.product(args.shapes, args.formats):
+        form = format_of(name, dtype, args.group_size)
+        if not products.format_can_fuse(form, dtype) or height % form.group_rows:
+            print(f"note: {name} of {height} x {width} in {args.dtype} is left out: no fused product", file=sys.stderr)
+            continue
+        weights = Weights(height, width, name, form, dtype)
         timed = (sweep if args.sweep else compare)(weights, args.tokens)
         for *names, us in timed:
             rate = weights.stored_bytes / us / 1e3
-            rows.append((height, width, bits, *names, f"{us:.2f}", f"{rate:.0f}", f"{rate / copy:.3f}"))
+            rows.append((height, width, name, *names, f"{us:.2f}", f"{rate:.0f}", f"{rate / copy:.3f}"))
         show(weights, timed, copy)
         del weights
     if args.save:
@@ -93,30 +100,62 @@ def main() -> int:
     return 0
 
 
+def format_of(name: str, dtype, group_size: int):
+    """Return the `WeightFormat` of one of `FORMATS`; scales of integers are in `dtype`."""
+    import torch
+
+    from zero_inference.kernels.formats import Codes, WeightFormat
+
+    if name.startswith("int"):
+        codes, kind = (Codes.INT4 if name[3] == "4" else Codes.INT8), name[4:]
+        return WeightFormat(codes, group_size, scale_dtype=dtype, minima=kind == "", zero_points=kind == "zero")
+    return {
+        "mxfp4": WeightFormat(Codes.E2M1, 32, scale_dtype=torch.float8_e8m0fnu),
+        "nvfp4": WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True, divides=True),
+        "fp8blocks": WeightFormat(Codes.E4M3, 128, 128),
+        "fp8rows": WeightFormat(Codes.E4M3, row_scales=True),
+    }[name]
+
+
+def draw_weight(form, rows: int, columns: int):
+    """Return a random weight without NaN."""
+    import torch
+
+    from zero_inference.kernels.formats import Codes, QuantizedWeight
+
+    def draw(name: str, shape: tuple[int, ...], dtype):
+        if name == "codes":  # of e4m3 below 2
+            return torch.randint(0, 64 if form.codes == Codes.E4M3 else 256, shape, dtype=dtype, device="cuda")
+        if dtype in (torch.uint8, torch.float8_e8m0fnu):
+            zero = dtype == torch.uint8
+            return torch.randint(*((0, 16) if zero else (118, 124)), shape, dtype=torch.uint8, device="cuda").view(
+                dtype
+            )
+        if name == "offsets":
+            return (0.05 * torch.randn(shape, device="cuda") - 0.1).to(dtype)
+        large = dtype == torch.float8_e4m3fn or (name == "row_scales" and form.divides)
+        return ((100 if large else 0.01) * (1 + torch.rand(shape, device="cuda"))).to(dtype)
+
+    tensors = {name: draw(name, *each) for name, each in form.tensors((rows, columns)).items()}
+    return QuantizedWeight(form, **tensors)
+
+
 class Weights:
     """Random weights of one shape, more than the L2 cache holds: `packed` as codes, `plain` (up to eight) dequantized."""
 
-    def __init__(self, rows: int, columns: int, bits: int, dtype, group_size: int):
+    def __init__(self, rows: int, columns: int, name: str, form, dtype):
         import torch
 
-        from zero_inference.kernels.quantization import GroupQuantization, dequantize
+        from zero_inference.kernels.quantization import dequantize
 
-        self.rows, self.columns, self.bits, self.dtype, self.group_size = rows, columns, bits, dtype, group_size
-        self.stored_bytes = GroupQuantization(bits, self.group_size).stored_bytes(rows * columns, dtype)
+        self.rows, self.columns, self.name, self.form, self.dtype = rows, columns, name, form, dtype
+        self.stored_bytes = form.stored_bytes((rows, columns))
         cache = torch.cuda.get_device_properties("cuda").L2_cache_size
         count = max(2, -(-CACHES * cache // self.stored_bytes))
-        groups = rows * columns // self.group_size
-        self.packed = [
-            (
-                torch.randint(0, 256, (rows * columns * bits // 8,), dtype=torch.uint8, device="cuda"),
-                (0.01 + 0.01 * torch.rand(groups, device="cuda")).to(dtype),
-                (0.05 * torch.randn(groups, device="cuda") - 0.1).to(dtype),
-            )
-            for _ in range(count)
-        ]
+        self.packed = [draw_weight(form, rows, columns) for _ in range(count)]
         self.plain = [torch.empty(rows, columns, dtype=dtype, device="cuda") for _ in self.packed[:8]]
         for packed, plain in zip(self.packed, self.plain):
-            dequantize(*packed, bits, self.group_size, plain)
+            dequantize(packed, plain)
         self.workspace = torch.empty_like(self.plain[0])
         self.tinygemm = self._for_tinygemm()
 
@@ -124,14 +163,11 @@ class Weights:
         """Return (codes, scales) in the layout of torch's own int4 product, for each weight; none where it does not run."""
         import torch
 
-        if self.bits != 4 or self.dtype != torch.bfloat16:
+        if self.name != "int4" or self.dtype != torch.bfloat16:
             return []
-        groups = torch.rand(self.columns // self.group_size, self.rows, 2, dtype=self.dtype, device="cuda")
+        groups = torch.rand(self.columns // self.form.group_size, self.rows, 2, dtype=self.dtype, device="cuda")
         try:
-            return [
-                (torch._convert_weight_to_int4pack(codes.view(self.rows, self.columns // 2), 8), groups)
-                for codes, *_ in self.packed
-            ]
+            return [(torch._convert_weight_to_int4pack(each.codes, 8), groups) for each in self.packed]
         except RuntimeError as error:
             print(f"note: torch's int4 product is left out: {str(error).splitlines()[0]}", file=sys.stderr)
             return []
@@ -145,16 +181,17 @@ class Weights:
         import torch
 
         from zero_inference.kernels.products import no_bias
+        from zero_inference.kernels.quantization import operands
 
         none = no_bias(x.device, x.dtype)
-        return torch.ops.zero_inference.linear_groups(x, *packed, self.bits, self.group_size, self.rows, none, *launch)
+        return torch.ops.zero_inference.linear_groups(x, *operands(packed), self.rows, none, *launch)
 
     def dequantized(self, x, packed):
         from torch.nn import functional
 
         from zero_inference.kernels.quantization import dequantize
 
-        dequantize(*packed, self.bits, self.group_size, self.workspace)
+        dequantize(packed, self.workspace)
         return functional.linear(x, self.workspace)
 
 
@@ -175,7 +212,11 @@ def compare(weights: Weights, counts: Sequence[int]) -> list[Timing]:
         if weights.tinygemm:
             torch_int4 = torch._weight_int4pack_mm
             ways.append(
-                ("torch int4", lambda each, x=x: torch_int4(x, each[0], weights.group_size, each[1]), weights.tinygemm)
+                (
+                    "torch int4",
+                    lambda each, x=x: torch_int4(x, each[0], weights.form.group_size, each[1]),
+                    weights.tinygemm,
+                )
             )
         timed += [Timing(tokens, what, "table", microseconds(work, inputs)) for what, work, inputs in ways]
     return timed
@@ -212,15 +253,18 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
     from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, STOP
     from zero_inference.engines.stream.products import epilogue_of
     from zero_inference.kernels.products import quantized_expert_linear
+    from zero_inference.kernels.quantization import GroupQuantization
     from zero_inference.models.mlp import FusedExperts
 
     epilogue = epilogue_of(FusedExperts("first", "last", "silu", SLOTS, True))
+
+    scheme = GroupQuantization(bits, group_size)
 
     def packed(rows: int, columns: int) -> tuple:
         groups = rows * columns // group_size
         codes = torch.randint(0, 256, (SLOTS, rows * columns * bits // 8), dtype=torch.uint8, device="cuda")
         scale, minimum = (0.01 * torch.randn(SLOTS, groups, device="cuda").to(dtype) for _ in range(2))
-        return codes, scale, minimum, bits, group_size, rows
+        return scheme.as_weight(codes, scale, minimum), rows
 
     layers, timed = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)], []
     k, side = EXPERTS_PER_TOKEN, StreamSide(torch.device("cuda"))
@@ -286,14 +330,14 @@ def show(weights: Weights, timed: list[Timing], copy: float) -> None:
     """Print, for each number of tokens, all times; of a sweep those of the table and of the best launch sizes."""
     swept = any(each.launch != "table" for each in timed)
     launches = " (column warps x splits x steps of a chunk)" * swept
-    print(f"{weights.rows} x {weights.columns}, int{weights.bits}, {weights.stored_bytes / 1e6:.1f} MB{launches}")
+    print(f"{weights.rows} x {weights.columns}, {weights.name}, {weights.stored_bytes / 1e6:.1f} MB{launches}")
     for tokens in dict.fromkeys(each.tokens for each in timed):
         of_tokens = [each for each in timed if each.tokens == tokens]
         times = {each.what if each.launch == "table" else each.launch: each.us for each in of_tokens}
         listed = sorted(times, key=times.__getitem__)[:4] if swept else list(times)
-        share = weights.stored_bytes / times[listed[0]] / 1e3 / copy
+        rate = weights.stored_bytes / times[listed[0]] / 1e3
         shown = ", ".join(f"{name} {times[name]:.1f}" for name in dict.fromkeys(["fused", *listed]))
-        print(f"  {tokens:2d} tokens: {share:4.0%} of a copy; us: {shown}")
+        print(f"  {tokens:2d} tokens: {rate:4.0f} GB/s, {rate / copy:4.0%} of a copy; us: {shown}")
 
 
 if __name__ == "__main__":

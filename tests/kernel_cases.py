@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
-from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
-from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat, dequantize_reference
+from zero_inference.kernels.quantization import GroupQuantization, dequantize, quantize
 
 BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # of `relative_error`
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on CUDA devices only")
@@ -46,10 +47,16 @@ def skip_without(instructions: str) -> None:
 
 def quantized(weight: torch.Tensor, bits: int, group_size: int, quantize: Callable = quantize) -> tuple:
     """Return (codes, scale, minimum) of `weight`, and what they stand for."""
-    parts = quantize(weight, GroupQuantization(bits, group_size))
+    scheme = GroupQuantization(bits, group_size)
+    parts = quantize(weight, scheme)
     restored = torch.full_like(weight, float("nan"))
-    dequantize_reference(*parts, bits, group_size, restored)
+    dequantize(scheme.as_weight(*parts), restored)
     return parts, restored
+
+
+def own(bits: int, group_size: int, dtype: torch.dtype) -> WeightFormat:
+    """Return the format of `quantized`."""
+    return GroupQuantization(bits, group_size).weight_format(dtype)
 
 
 def random_weight(form: WeightFormat, *shape: int) -> QuantizedWeight:
@@ -72,20 +79,67 @@ def random_weight(form: WeightFormat, *shape: int) -> QuantizedWeight:
     return QuantizedWeight(form, **tensors)
 
 
-class PackedWeights:
-    """Random weights [rows, columns] as codes, in the dtype of scales, and what these stand for: `plain` [count, rows, columns]."""
+PUBLISHED = {  # formats of checkpoints; scales of integers are in x's dtype
+    "int4": WeightFormat(Codes.INT4, 32),
+    "int8": WeightFormat(Codes.INT8, 128),
+    "int4 with zero points": WeightFormat(Codes.INT4, 64, zero_points=True),
+    "int8 with zero points": WeightFormat(Codes.INT8, 64, zero_points=True),
+    "mxfp4": WeightFormat(Codes.E2M1, 32, scale_dtype=torch.float8_e8m0fnu),
+    "nvfp4": WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True),
+    "nvfp4 divided": WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True, divides=True),
+    "fp8 in blocks": WeightFormat(Codes.E4M3, 128, 128),
+    "fp8 in groups": WeightFormat(Codes.E4M3, 64, row_scales=True, divides=True),
+    "fp8 by channel": WeightFormat(Codes.E4M3, row_scales=True),
+}
 
-    def __init__(self, count, rows, columns, bits, group_size, dtype, device="cpu", seed=1):
+
+def published(name: str, dtype: torch.dtype) -> WeightFormat:
+    form = PUBLISHED[name]
+    return replace(form, scale_dtype=dtype) if form.codes in (Codes.INT4, Codes.INT8) else form
+
+
+def whole_rows(rows: int, form: WeightFormat) -> int:
+    """Return `rows`, rounded up to whole groups."""
+    return -(-rows // form.group_rows) * form.group_rows
+
+
+class PackedWeights:
+    """Random weights [rows, columns] in a format, and what they stand for.
+
+    Attributes:
+        weight: tensors [count, ...].
+        plain: values in `dtype`, [count, rows, columns].
+        exact: in float64 as a product takes them: integers are rounded to `dtype` once, others are exact.
+    """
+
+    def __init__(self, count, rows, columns, form: WeightFormat, dtype, device="cpu", seed=1):
         self.draw = torch.Generator(device).manual_seed(seed)
-        self.bits, self.group_size, self.rows, self.columns = bits, group_size, rows, columns
-        self.dtype, self.device = dtype, device
-        bytes_of, groups = rows * columns * bits // 8, rows * columns // group_size
-        self.codes = torch.randint(0, 256, (count, bytes_of), dtype=torch.uint8, device=device, generator=self.draw)
-        self.scale = (0.01 + 0.01 * torch.rand(count, groups, device=device, generator=self.draw)).to(dtype)
-        self.minimum = (0.05 * self.normal(count, groups) - 0.1).to(dtype)
-        self.plain = torch.empty(count, rows, columns, dtype=dtype, device=device)
-        for parts in zip(self.codes, self.scale, self.minimum, self.plain):
-            dequantize_reference(*parts[:3], bits, group_size, parts[3])
+        self.rows, self.columns, self.dtype, self.device = rows, columns, dtype, device
+        tensors = {name: self._tensor(name, form, *each) for name, each in form.tensors((count, rows, columns)).items()}
+        self.weight = QuantizedWeight(form, **tensors)
+        single = torch.empty(count, rows, columns, device=device)
+        self.plain = single.to(dtype)
+        for values in (single, self.plain):
+            dequantize_reference(self.weight, values)
+        self.exact = (self.plain if form.codes in (Codes.INT4, Codes.INT8) else single).double()
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, generator=self.draw)
+
+    def _tensor(self, name: str, form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        def integers(low: int, high: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self.draw)
+
+        if name == "codes":
+            codes = integers(0, 256)
+            return codes.masked_fill_((codes & 127) == 127, 5) if form.codes == Codes.E4M3 else codes  # without NaN
+        if dtype == torch.uint8:
+            return integers(0, 1 << form.bits)
+        if dtype == torch.float8_e8m0fnu:
+            return integers(115, 125).view(dtype)
+        if name == "offsets":
+            return (0.05 * self.normal(*shape) - 0.1).to(dtype)
+        uniform = 1 + torch.rand(shape, device=self.device, generator=self.draw)
+        if dtype == torch.float8_e4m3fn or (name == "row_scales" and form.divides):
+            return (100 * uniform).to(dtype)
+        return (0.01 * uniform).to(dtype)

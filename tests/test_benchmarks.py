@@ -143,38 +143,79 @@ OF_EXPERTS = dict(head_dim=32, num_experts=8, num_experts_per_tok=2, moe_interme
 EXPERTS = DENSE | OF_EXPERTS | dict(model_type="qwen3_moe")
 
 
-@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["llama", "qwen3_moe"])
-def test_a_random_gguf_has_the_tensors_of_its_config(config, tmp_path, monkeypatch):
+GPT_OSS = DENSE | OF_EXPERTS | dict(
+    model_type="gpt_oss", rope_theta=150000.0, sliding_window=128, rope_scaling=dict(
+        rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096),
+)  # fmt: skip
+
+
+def read_random_gguf(config, path, monkeypatch):
+    """Write a file, and return its metadata and tensors as the package gguf reads them."""
     need_packages("the independent reader", "gguf")
     from gguf import GGUFReader
 
     monkeypatch.setattr(gguf_file, "CHUNK_BLOCKS", 50)  # so that tensors are longer than what was drawn
-    nbytes = gguf_file.write_random_gguf(config, tmp_path / "model.gguf")
-    file = GGUFReader(tmp_path / "model.gguf")
-    metadata = {name: field.contents() for name, field in file.fields.items()}
-    tensors = {tensor.name: tensor for tensor in file.tensors}
-    arch = {"llama": "llama", "qwen3_moe": "qwen3moe"}[config["model_type"]]
+    nbytes = gguf_file.write_random_gguf(config, path)
+    file = GGUFReader(path)
+    assert nbytes == sum(tensor.n_bytes for tensor in file.tensors)
+    return {name: field.contents() for name, field in file.fields.items()}, {each.name: each for each in file.tensors}
+
+
+def has_deviation(tensor, deviation):
+    from gguf import quants
+
+    weights = quants.dequantize(tensor.data, tensor.tensor_type)
+    return weights.std() == pytest.approx(deviation, rel=0.1) and abs(weights.mean()) < 0.1 * deviation
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, GPT_OSS], ids=["llama", "qwen3_moe", "gpt_oss"])
+def test_a_random_gguf_has_the_tensors_of_its_config(config, tmp_path, monkeypatch):
+    metadata, tensors = read_random_gguf(config, tmp_path / "model.gguf", monkeypatch)
+    arch = {"llama": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}[config["model_type"]]
     assert metadata["general.architecture"] == arch and metadata["tokenizer.ggml.model"] == "none"
     assert metadata[f"{arch}.vocab_size"] == 96 and metadata[f"{arch}.block_count"] == 2
     embedding = tensors["token_embd.weight"]
-    assert (tuple(embedding.shape), embedding.tensor_type.name) == ((64, 96), "Q4_0")
-    blocks = np.asarray(embedding.data).reshape(-1, 18)
-    scales = blocks[:, :2].copy().view(np.float16)
-    weights = scales * (np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1).astype(np.float32) - 8)
-    deviation = gguf_file.embedding_std(SimpleNamespace(**config)) if config is EXPERTS else 0.02
-    assert weights.std() == pytest.approx(deviation, rel=0.1) and abs(weights.mean()) < 0.1 * deviation
+    of_type = "Q8_0" if config is GPT_OSS else "Q4_0"
+    assert (tuple(embedding.shape), embedding.tensor_type.name) == ((64, 96), of_type)
+    assert has_deviation(embedding, 0.02 if config is DENSE else gguf_file.embedding_std(SimpleNamespace(**config)))
     norm = tensors["blk.1.attn_norm.weight"].data
     assert norm.dtype == np.float32 and norm.shape == (64,) and (norm == 1.0).all()
-    if config is EXPERTS:
-        assert tuple(tensors["blk.1.ffn_down_exps.weight"].shape) == (32, 64, 8)
+    down = tensors["blk.1.ffn_down.weight" if config is DENSE else "blk.1.ffn_down_exps.weight"]
+    assert tuple(down.shape) == ((160, 64) if config is DENSE else (32, 64, 8)) and has_deviation(down, 0.02)
+    if config is not DENSE:
         routers = [tensors[f"blk.{layer}.ffn_gate_inp.weight"].data for layer in (0, 1)]
         assert routers[0].std() == pytest.approx(0.02, rel=0.2) and (routers[0] != routers[1]).all()
-    else:
-        assert tuple(tensors["blk.1.ffn_down.weight"].shape) == (160, 64)
-    assert nbytes == sum(tensor.n_bytes for tensor in file.tensors)
 
 
-@pytest.mark.parametrize("name", ["llama-2-13b", "llama-3.2-1b", "mixtral-8x7b", "qwen3-8b", "qwen3-30b-a3b"])
+def test_a_random_gguf_of_gpt_oss_has_biases_sinks_windows_and_yarn(tmp_path, monkeypatch):
+    metadata, tensors = read_random_gguf(GPT_OSS, tmp_path / "model.gguf", monkeypatch)
+    assert metadata["general.file_type"] == 38 and metadata["gpt-oss.attention.sliding_window"] == 128
+    scaling = {name.rpartition(".")[2]: value for name, value in metadata.items() if ".rope.scaling." in name}
+    assert scaling.pop("original_context_length") == 4096 and scaling.pop("type") == "yarn"
+    assert scaling == {"factor": 32.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+    assert (tensors["blk.1.post_attention_norm.weight"].data == 1.0).all() and "blk.1.ffn_norm.weight" not in tensors
+    shapes = {"attn_sinks.weight": (4,), "attn_k.bias": (64,), "attn_output.bias": (64,), "ffn_gate_inp.bias": (8,)}
+    for name, shape in (shapes | {"ffn_up_exps.bias": (32, 8), "ffn_down_exps.bias": (64, 8)}).items():
+        tensor = tensors[f"blk.1.{name}"]
+        assert (tuple(tensor.shape), tensor.tensor_type.name) == (shape, "F32"), name
+        assert 0 < np.abs(tensor.data).mean() < 0.04, name
+
+
+# What llama.cpp's loader prints for the files of ggml-org.
+PUBLISHED = {"gpt-oss-20b": ((289, 98, 72), 11.27), "gpt-oss-120b": ((433, 146, 108), 59.02)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_gguf_of_gpt_oss_has_the_types_and_bytes_of_the_published_one(name):
+    tensors = list(gguf_file.tensors_of(find_preset(name).config))
+    types = [tensor.type.name for tensor in tensors]
+    gib = sum(tensor.nbytes for tensor in tensors) / 2**30
+    assert (tuple(map(types.count, ("F32", "Q8_0", "MXFP4"))), round(gib, 2)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-2-13b", "llama-3.2-1b", "mixtral-8x7b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
+)
 def test_a_gguf_has_as_many_weights_as_its_preset(name):
     preset = find_preset(name)
     counted = sum(int(np.prod(t.shape)) for t in gguf_file.tensors_of(preset.config))

@@ -10,7 +10,7 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, FetchConfig
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize, quantize
 from zero_inference.models.mlp import ACTIVATIONS, FusedExperts
 
 NUMBER, HIDDEN, INNER, SLOTS = 7, 64, 96, 3
@@ -36,21 +36,22 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
     }
     for name, weight in zip(form.biases, list(weights.values())):
         weights[name] = torch.randn(NUMBER, weight.shape[1]).to(dtype)
-    layout = lay_out(weights.items(), scheme, exact=form.biases)
+    matrices = weights.keys() - form.biases
+    formats = {} if scheme is None else {name: scheme.weight_format(dtype) for name in matrices}
+    layout = lay_out(weights.items(), formats)
     buffer, exact = torch.zeros(layout.nbytes, dtype=torch.uint8), {}
     for name, weight in weights.items():
-        packed = scheme and name not in form.biases
-        parts = quantize(weight, scheme) if packed else (weight,)
+        parts = quantize(weight, scheme) if name in formats else (weight,)
         for piece, part in zip(layout[name].pieces, parts):
-            piece.of(buffer).copy_(part)
-        if packed:
-            dequantize_reference(*parts, bits, 32, weight)
+            piece.of(buffer).copy_(part.view(piece.shape))
+        if name in formats:
+            dequantize(scheme.as_weight(*parts), weight)
         exact[name] = weight.double()
     block = Block(0, "experts", tuple(weights), experts=form, layout=layout)
     rows = torch.full((NUMBER + 1,), -1), torch.zeros(NUMBER + 1), torch.zeros(COUNTS, dtype=torch.int64)
     streams = DeviceStreams(torch.device("cpu"))
     fetching = FetchConfig(torch.arange(NUMBER + 1).clamp(max=1), 1, streams, streams.stream())
-    slots = ExpertCache(block, SLOTS, buffer, scheme, *rows, fetching)
+    slots = ExpertCache(block, SLOTS, buffer, *rows, fetching)
     assert slots.nbytes == SLOTS * slots.expert_bytes
     return slots, buffer, exact
 

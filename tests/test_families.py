@@ -175,12 +175,12 @@ def with_stream_weights(model: nn.Module, device: torch.device | str = "cpu") ->
                 values = block.module_in(layers[block.layer]).get_parameter(stored.name).data
                 values = values.mT if stored.transposed else values
                 restored = torch.empty_like(values, memory_format=torch.contiguous_format, device=device)
-                dequantize(*quantize(values.to(device), scheme), 4, GROUP, restored)
+                dequantize(scheme.as_weight(*quantize(values.to(device), scheme)), restored)
                 values.copy_(restored)
     if head := find_head(model, torch.float32, (GROUP, 64)):
         values = model.get_parameter(head.name).data
         restored = torch.empty_like(values, device=device)
-        dequantize(*quantize(values.to(device), head.scheme), 8, head.scheme.group_size, restored)
+        dequantize(head.scheme.as_weight(*quantize(values.to(device), head.scheme)), restored)
         values.copy_(restored)
     return model
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from kernel_cases import on_gpu, quantized, relative_error, skip_without
+from kernel_cases import (
+    PUBLISHED,
+    PackedWeights,
+    on_gpu,
+    published,
+    quantized,
+    relative_error,
+    skip_without,
+    whole_rows,
+)
 
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.products import quantize as quantize_on_cpu
-from zero_inference.kernels import quantization
-from zero_inference.kernels.quantization import GroupQuantization, dequantize, dequantize_reference, quantize
+from zero_inference.kernels import formats, quantization
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
+from zero_inference.kernels.quantization import GroupQuantization, dequantize, quantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ROUNDING = {
@@ -52,7 +64,7 @@ def test_the_sum_is_rounded_once_and_the_product_on_its_own():
     # 255 * 0.1 in float32 is 25.5 exactly after rounding, with a fused multiply-add it is not
     scale, minimum = torch.tensor([0.1]), torch.tensor([-25.5])
     out = torch.empty(1, 1)
-    dequantize(torch.tensor([255], dtype=torch.uint8), scale, minimum, 8, 1, out)
+    dequantize(GroupQuantization(8, 1).as_weight(torch.tensor([255], dtype=torch.uint8), scale, minimum), out)
     assert out.item() == 0.0 and 255 * scale.double().item() - 25.5 != 0.0
 
 
@@ -152,7 +164,7 @@ def test_the_cpu_library_quantizes_as_well_as_pytorch(bits, group_size, instruct
                 errors = []
                 for parts in (found, expected):
                     out = torch.empty_like(weight)
-                    dequantize_reference(*parts, bits, group_size, out)
+                    dequantize(scheme.as_weight(*parts), out)
                     errors.append(squared_errors(out, weight, group_size))
                 assert float(errors[0].sum()) <= 1.0001 * float(errors[1].sum())
                 assert not float(errors[0][: 5 * 3].sum())
@@ -181,7 +193,8 @@ def test_chunks_change_nothing(bits, monkeypatch):
     scheme = GroupQuantization(bits, 24)
     whole, out = quantize(weight, scheme), restored(weight, scheme)
     for chunk in (1, 50, 24 * 27):
-        monkeypatch.setattr(quantization, "CHUNK_NUMEL", chunk)
+        for module in (quantization, formats):
+            monkeypatch.setattr(module, "CHUNK_NUMEL", chunk)
         assert all(torch.equal(*pair) for pair in zip(whole, quantize(weight, scheme)))
         assert torch.equal(restored(weight, scheme), out)
 
@@ -235,20 +248,22 @@ def test_what_cannot_be_quantized(way):
 
 def test_dequantizing_refuses_what_does_not_fit():
     scheme = GroupQuantization(8, 32)
-    codes, scale, minimum = quantize(weights(4, 64, dtype=torch.float16), scheme)
+    weight = scheme.as_weight(*quantize(weights(4, 64, dtype=torch.float16), scheme))
     out = torch.empty(4, 64, dtype=torch.float16)
-    for arguments, message in (
-        ((codes[:-1], scale, minimum, 8, 32, out), "codes .* 256 elements"),
-        ((codes.view(torch.int8), scale, minimum, 8, 32, out), "uint8.*int8"),
-        ((codes, scale.float(), minimum, 8, 32, out), "scale .*float16.*float32"),
-        ((codes, scale, minimum.repeat(2)[::2], 8, 32, out), "minimum .*contiguous"),
-        ((codes, scale, minimum, 8, 32, out.t()), "out .*contiguous"),
-        ((codes, scale, minimum, 8, 48, out), "groups of 48"),
-        ((codes, scale, minimum, 5, 32, out), "bits"),
-        ((codes, scale, minimum, 8, 32, out.double()), "out .*float64"),
+    for change, into, message in (
+        (dict(codes=weight.codes[:-1]), out, "codes .* 256 elements"),
+        (dict(codes=weight.codes.view(torch.int8)), out, "uint8.*int8"),
+        (dict(scales=weight.scales.float()), out, "scales .*float16.*float32"),
+        (dict(offsets=weight.offsets.repeat(2)[::2]), out, "offsets .*contiguous"),
+        (dict(offsets=None), out, "offsets are missing"),
+        (dict(row_scales=torch.ones(4)), out, "row_scales have no place"),
+        (dict(format=replace(weight.format, group_size=16)), out, "scales .* 16 elements"),
+        (dict(format=replace(weight.format, group_rows=3)), out, "whole 3 rows"),
+        ({}, out.t(), "out .*contiguous"),
+        ({}, out.double(), "out .*float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            dequantize_reference(*arguments)
+            dequantize(replace(weight, **change), into)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -284,6 +299,72 @@ def test_the_kernel_gives_the_bits_of_the_reference():
     assert checked > 100 and not wrong, wrong[:5]
 
 
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_values_of_published_formats_are_those_of_their_definition(name):
+    """Element by element, exactly: float32 holds each step of these."""
+    form, columns = published(name, torch.float32), 80
+    packed = PackedWeights(1, whole_rows(5, form), columns, form, torch.float32)
+    weight = packed.weight
+    if weight.row_scales is not None:
+        weight.row_scales.fill_(0.25)  # a quotient or product that is exact
+    out = torch.empty_like(packed.plain)
+    dequantize(weight, out)
+    size = form.group_size or columns
+    for row, column in ((0, 0), (1, 31), (2, 33), (4, 79)):
+        index = row // form.group_rows, column // size
+        code = int(weight.codes[0, row, column * form.bits // 8])
+        code = code >> 4 * (column % 2) & 15 if form.bits == 4 else code
+        scale = float(weight.scales[0][index]) if weight.scales is not None else 1.0
+        if form.row_scales:
+            scale *= 4 if form.divides else 0.25
+        if form.codes == Codes.E2M1:
+            number = (-1) ** (code >> 3) * E2M1[code & 7]
+        elif form.codes == Codes.E4M3:
+            exponent, mantissa = code >> 3 & 15, code & 7
+            number = (mantissa / 8 if exponent == 0 else 1 + mantissa / 8) * 2.0 ** (max(exponent, 1) - 7)
+            number *= (-1) ** (code >> 7)
+        else:
+            number = code - (int(weight.offsets[0][index]) if form.zero_points else form.codes.center)
+        assert out[0, row, column].item() == torch.tensor(number * scale).item(), (row, column)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_kernel_gives_the_bits_of_the_reference_for_published_formats(name, dtype):
+    """Whole and partial groups, rows of whole vectors or not, and tensors that are not aligned."""
+    for scale_dtype in (dtype, torch.bfloat16):
+        form = published(name, scale_dtype)
+        for rows, columns in ((1, 16), (5, 80), (33, 4112), (3, 130), (7, 12)):
+            packed = PackedWeights(2, whole_rows(rows, form), columns, form, dtype, "cuda")
+            for offset in (0, 1):
+                memory = torch.full((packed.plain.numel() + 2,), 7.0, dtype=dtype, device="cuda")
+                out = memory[offset : offset + packed.plain.numel()].view_as(packed.plain)
+                dequantize(packed.weight, out)
+                assert torch.equal(out, packed.plain) and int((memory == 7).sum()) - int((out == 7).sum()) == 2
+
+
+@on_gpu
+@pytest.mark.parametrize("codes", Codes)
+def test_the_kernel_knows_every_code_and_scale(codes):
+    """All 256 bytes, with each exponent and float of a byte as scale; NaN where the reference has it."""
+    every = torch.arange(256, dtype=torch.uint8, device="cuda")
+    columns = 256 * 8 // codes.bits
+    for scale_dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
+        weight = QuantizedWeight(
+            WeightFormat(codes, columns, scale_dtype=scale_dtype),
+            every.repeat(256, 1),
+            every[:, None].view(scale_dtype),
+        )
+        out, expected = torch.empty(2, 256, columns, device="cuda")
+        dequantize(weight, out)
+        formats.dequantize_reference(weight, expected)
+        assert torch.equal(out.nan_to_num(12345.0), expected.nan_to_num(12345.0))
+
+
 @on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (8, 300), (4, 32), (4, 64), (4, 6), (4, 128), (4, 2)])
@@ -301,9 +382,9 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
         for new, old in zip(found, expected):  # another try may be the best: errors are compared below
             assert float(torch.isclose(new.float(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.9
         errors = []
-        for codes, scale, minimum in (found, expected):
-            out = torch.empty_like(weight)
-            dequantize_reference(codes, scale, minimum, bits, group_size, out)
+        for parts in (found, expected):
+            out, codes = torch.empty_like(weight), parts[0]
+            dequantize(scheme.as_weight(*parts), out)
             errors.append((out.double() - weight.double()).view(-1, group_size).square().sum(1))
             assert torch.equal(out.view(-1, group_size)[: 9 * 4], rows[: 9 * 4])
             assert not codes[: 9 * 4 * group_size * bits // 8].any()
@@ -334,7 +415,12 @@ def test_the_kernel_refuses_what_the_reference_refuses(dtype):
 )
 def test_dequantize_refuses_what_would_be_read_wrongly():
     weight = weights(4, 64, dtype=torch.float16).cuda()
-    codes, scale, minimum = quantize(weight, GroupQuantization(8, 32))
-    for arguments in ((codes[:-1], scale, minimum), (codes, scale.double(), minimum), (codes, scale, minimum.cpu())):
+    scheme = GroupQuantization(8, 32)
+    packed = scheme.as_weight(*quantize(weight, scheme))
+    for change in (
+        dict(codes=packed.codes[:-1]),
+        dict(scales=packed.scales.double()),
+        dict(offsets=packed.offsets.cpu()),
+    ):
         with pytest.raises(RuntimeError, match="does not fit"):
-            dequantize(*arguments, 8, 32, torch.empty_like(weight))
+            dequantize(replace(packed, **change), torch.empty_like(weight))

@@ -110,7 +110,7 @@ REFUSED = {
     "run_model.py --quality mmlx": "choose one of mmlu, hellaswag, humaneval, perplexity; did you mean mmlu?",
     "run_model.py --dtype int4": "use --quant-bits 4",
     "run_model.py --dtype fp8": "use --quant-bits 8",
-    "run_model.py --quant-bits int3": "error: --quant-bits int3: choose one of 16, 8, 4, auto",
+    "run_model.py --quant-bits int3": "error: --quant-bits int3: choose one of stored, 16, 8, 4, auto",
     "run_model.py --gen-len x": "error: --gen-len x: not a whole number",
     "run_model.py --gen-len": "error: --gen-len needs a value",
     "run_model.py --dry-run=1": "error: --dry-run takes no value",
@@ -134,7 +134,7 @@ REFUSED = {
     "zero-inference report --format cvs": "error: --format cvs: choose one of table, md, csv, json; did you mean csv?",
     "zero-inference link --verbose x": "error: --verbose x: no valid int",
     "zero-inference plan": "name a model first: zero-inference plan MODEL",
-    "zero-inference plan x --quant-bits auto": "error: --quant-bits auto: choose one of 16, 8, 4",
+    "zero-inference plan x --quant-bits auto": "error: --quant-bits auto: choose one of stored, 16, 8, 4",
 }
 
 

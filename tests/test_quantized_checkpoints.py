@@ -207,10 +207,10 @@ PROJ, ATTN = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_
     "key, value, words",
     [
         (PROJ + "_scale_inv", None, ["has no " + PROJ + "_scale_inv"]),
-        (PROJ, None, [PROJ + "_scale_inv scales", "not in the checkpoint"]),
-        (PROJ, torch.ones(192, 320), [PROJ + "_scale_inv scales", "F32"]),
-        (PROJ + "_scale_inv", torch.ones(2, 2), ["shape [2, 2]", "[2, 3]", "128 x 128"]),
-        (PROJ + "_scale_inv", torch.ones(2, 3, dtype=torch.int32), ["I32", "floats"]),
+        (PROJ, None, [PROJ + " is missing", PROJ + "_scale_inv belongs to"]),
+        (PROJ, torch.ones(192, 320), [PROJ + " is F32", "must be F8_E4M3"]),
+        (PROJ + "_scale_inv", torch.ones(2, 2), ["shape [2, 2]", "[2, 3]"]),
+        (PROJ + "_scale_inv", torch.ones(2, 3, dtype=torch.int32), ["I32", "must be F16 or BF16 or F32"]),
         ("lm_head.weight", torch.zeros(VOCAB, 192, dtype=torch.int8), ["lm_head.weight", "I8", "bfloat16"]),
         (ATTN + "SCB", torch.ones(192), [ATTN + "SCB", "no place", "--quant-bits"]),
     ],
@@ -225,7 +225,7 @@ def test_tensors_that_do_not_belong_together_fail_the_run(key, value, words, bro
     "said, words",
     [
         ({"load_in_8bit": True}, ["bitsandbytes"]),
-        ({"quant_method": "mxfp4"}, ["mxfp4"]),
+        ({"quant_method": "hqq"}, ["hqq"]),
         (FP8 | {"activation_scheme": "static"}, ["activation_scheme 'static'", "'dynamic'"]),
         (FP8 | {"fmt": "e5m2"}, ["fmt 'e5m2'", "'e4m3'"]),
         (FP8 | {"weight_block_size": None}, ["weight_block_size None", "blocks"]),

@@ -7,31 +7,37 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import BOUNDS, ON_GPU, PackedWeights, on_gpu, relative_error
+from kernel_cases import BOUNDS, ON_GPU, PUBLISHED, PackedWeights, on_gpu, own, published, relative_error, whole_rows
 
+from zero_inference.engines.stream.layout import Packed
 from zero_inference.engines.stream.products import epilogue_of, experts_forward
 from zero_inference.kernels import products
 from zero_inference.kernels.products import (
     can_fuse,
     expert_linear,
+    format_can_fuse,
     quantized_expert_linear,
     quantized_expert_linear_reference,
 )
-from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.kernels.quantization import operands
 from zero_inference.models.mlp import FusedExperts
 
 
 class Case(PackedWeights):
     """Random weights in groups, one behind the other, a row for each of `slots`, and the products in float64."""
 
-    def __init__(self, slots, weights, rows, columns, bits, group_size, dtype, device="cpu", seed=1):
-        super().__init__(weights, rows, columns, bits, group_size, dtype, device, seed)
+    def __init__(self, slots, weights, rows, columns, form, dtype, device="cpu", seed=1):
+        super().__init__(weights, rows, columns, form, dtype, device, seed)
         self.x = self.normal(len(slots), columns).to(dtype)
         self.slot = torch.tensor(slots, device=device, dtype=torch.int64)
 
     @property
     def arguments(self):
-        return self.x, self.codes, self.scale, self.minimum, self.bits, self.group_size, self.rows, self.slot
+        return self.x, self.weight, self.rows, self.slot
+
+    def fused(self) -> torch.Tensor:
+        x, weight, *others = self.arguments
+        return torch.ops.zero_inference.linear_groups_indexed(x, *operands(weight), *others)
 
     def check(self, out: torch.Tensor) -> None:
         assert out.dtype == self.x.dtype and out.shape == (len(self.slot), self.rows)
@@ -39,7 +45,7 @@ class Case(PackedWeights):
             if not 0 <= slot < len(self.plain):
                 assert not out[pair].count_nonzero(), pair
                 continue
-            exact = self.plain[slot].double() @ self.x[pair].double()
+            exact = self.exact[slot] @ self.x[pair].double()
             assert relative_error(out[pair], exact) <= BOUNDS[self.x.dtype], (pair, slot)
 
 
@@ -62,7 +68,7 @@ def check_experts(experts, case, k, bias, bound, out) -> None:
     exact = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
     for pair, slot in enumerate(case.slot.tolist()):
         if 0 <= slot < len(case.plain):
-            product = case.plain[slot].double() @ case.x[pair // k].double()
+            product = case.exact[slot] @ case.x[pair // k].double()
             exact[pair] = experts.combined(product if bias is None else product + bias[slot].double())
         else:
             assert not out[pair].count_nonzero(), pair
@@ -77,7 +83,7 @@ def check_experts(experts, case, k, bias, bound, out) -> None:
 def test_experts_combine_their_first_product(form, biased, dtype):
     """Where PyTorch does it, which rounds three times."""
     experts, slots = EXPERTS[form], [2, -1, 0, 1, 1, 4]
-    case = Case(slots, 5, 34, 128, 8, 32, dtype)
+    case = Case(slots, 5, 34, 128, own(8, 32, dtype), dtype)
     torch.manual_seed(0)
     bias = torch.randn(5, 34).to(dtype) if biased else None
     for k in (1, 2, 3):
@@ -102,8 +108,8 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
     """From codes, of one token and of several, with biases where the family has them; weights of whatever dtype a router gives."""
     experts, inner, hidden = replace(EXPERTS[form], num_experts=5), 96, 160
     rows = 2 * inner if experts.gated else inner
-    first = Case([], 5, rows, hidden, 4, 32, dtype, device, seed=2)
-    last = Case([], 5, hidden, inner, 4, 32, dtype, device, seed=3)
+    first = Case([], 5, rows, hidden, own(4, 32, dtype), dtype, device, seed=2)
+    last = Case([], 5, hidden, inner, own(4, 32, dtype), dtype, device, seed=3)
     draw = torch.Generator(device).manual_seed(4)
     biases = [None, None]
     if form == "gpt-oss":
@@ -115,8 +121,7 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
         module,
         experts,
         {name: case.rows for name, case in cases.items()},
-        GroupQuantization(4, 32),
-        lambda name: (cases[name].codes, cases[name].scale, cases[name].minimum, None),
+        lambda name: Packed(cases[name].weight, (), cases[name].plain),
     )
     for tokens, k, of_weights in ((1, 4, dtype), (1, 2, torch.float64), (3, 3, torch.float32), (17, 2, torch.float32)):
         x = torch.randn(tokens, hidden, device=device, generator=draw).to(dtype)
@@ -125,9 +130,9 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
         exact = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
         for token, place in torch.cartesian_prod(torch.arange(tokens), torch.arange(k)).tolist():
             e = chosen[token, place]
-            product = first.plain[e].double() @ x[token].double()
+            product = first.exact[e] @ x[token].double()
             between = experts.combined(product if biases[0] is None else product + biases[0][e].double())
-            product = last.plain[e].double() @ between
+            product = last.exact[e] @ between
             product = product if biases[1] is None else product + biases[1][e].double()
             exact[token] += weights[token, place].double() * product
         out = forward(x, chosen, weights)
@@ -138,26 +143,36 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 16), (8, 32), (8, 5)])
 def test_each_row_meets_its_weight(bits, group_size, dtype, monkeypatch):
-    case = Case([2, -1, 0, 2, 1, -7, 0], 3, 37, 4 * group_size, bits, group_size, dtype)
+    case = Case([2, -1, 0, 2, 1, -7, 0], 3, 37, 4 * group_size, own(bits, group_size, dtype), dtype)
     out = quantized_expert_linear(*case.arguments)
     case.check(out)
     assert torch.equal(out, expert_linear(case.x, case.plain, case.slot))
-    assert torch.equal(out, torch.ops.zero_inference.linear_groups_indexed(*case.arguments))
+    assert torch.equal(out, case.fused())
     monkeypatch.setattr(products, "GATHERED_BYTES", 2 * 37 * 4 * group_size * dtype.itemsize)  # two rows at a time
     case.x.requires_grad_()  # nothing here has a gradient; a caller may not have said so
     case.check(quantized_expert_linear(*case.arguments))
     case.check(expert_linear(case.x, case.plain, case.slot))
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_row_meets_its_weight_of_a_published_format(name, dtype):
+    form = published(name, dtype)
+    case = Case([2, -1, 0, 2, 1], 3, whole_rows(74, form), 128, form, dtype)
+    out = quantized_expert_linear(*case.arguments)
+    case.check(out)
+    assert torch.equal(out, case.fused())
+
+
 def test_what_does_not_fit_is_a_value_error():
-    case = Case([1, 0], 2, 6, 64, 8, 32, torch.float16)
-    names = ("x", "codes", "scale", "minimum", "bits", "group_size", "rows", "slot")
+    case = Case([1, 0], 2, 6, 64, own(8, 32, torch.float16), torch.float16)
+    names = ("x", "weight", "rows", "slot")
     for change, message in (
         (dict(rows=7), r"codes must be torch.uint8 \[2, 448\]"),
-        (dict(group_size=48), "groups of 48, not 64"),
-        (dict(scale=case.scale.float()), "scale must be torch.float16"),
-        (dict(minimum=case.minimum[:1]), "minimum must be"),
-        (dict(bits=5), "bits"),
+        (dict(weight=replace(case.weight, format=replace(case.weight.format, group_size=16))), "scales must be"),
+        (dict(weight=replace(case.weight, scales=case.weight.scales.float())), "scales must be torch.float16"),
+        (dict(weight=replace(case.weight, offsets=case.weight.offsets[:1])), "offsets must be"),
+        (dict(weight=replace(case.weight, offsets=None)), "offsets are missing"),
         (dict(slot=case.slot.int()), "slot must be int64"),
         (dict(slot=case.slot[:1]), "slot must be int64"),
         (dict(slot=torch.tensor([0, 1, 0])), r"slot must be int64 \[2 x k\]"),
@@ -177,16 +192,41 @@ def test_the_kernel_gives_the_products_of_float64(bits, group_size, dtype):
     unit = max(group_size, 128 // bits)
     for seed, (rows, columns) in enumerate(((1, unit), (37, 3 * unit), (130, 8 * unit), (1027, 2048 + unit))):
         for slots in ([0], [-1], [4, -1, 0, 4, 3], [1, 9, 2, -5], [i % 7 - 1 for i in range(40)]):
-            case = Case(slots, 5, rows, columns, bits, group_size, dtype, "cuda", seed)
-            assert can_fuse(*case.arguments[:6])
+            case = Case(slots, 5, rows, columns, own(bits, group_size, dtype), dtype, "cuda", seed)
+            assert can_fuse(*case.arguments[:2])
             torch.full((len(slots), rows), float("nan"), dtype=dtype, device="cuda")  # memory that held NaN before
             case.slot.clamp_(max=5)  # 5 is no weight either; the operator may be given it, the reference not
-            out = torch.ops.zero_inference.linear_groups_indexed(*case.arguments)
+            out = case.fused()
             case.check(out)
-            assert torch.equal(out, torch.ops.zero_inference.linear_groups_indexed(*case.arguments))
+            assert torch.equal(out, case.fused())
             case.slot[case.slot > 4] = -1
             reference = quantized_expert_linear_reference(*case.arguments)
             assert relative_error(out, reference.double()) <= 2 * BOUNDS[dtype] or not reference.any()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_kernel_multiplies_published_formats(name, dtype):
+    """Pairs alone and together; each weight's scales begin where the one before ends, gate and up in halves and interleaved."""
+    form = published(name, dtype)
+    unit = max(64, form.group_size)
+    for seed, (rows, columns) in enumerate(((2, unit), (74, 3 * unit), (130, 9 * unit), (1030, 2048 + unit))):
+        rows = whole_rows(rows, form)
+        for slots, k in (([0], 1), ([4, -1, 0, 3], 4), ([1, 9, 2, -5, 2, 1], 3), ([i % 7 - 1 for i in range(40)], 2)):
+            case = Case(slots, 5, rows, columns, form, dtype, "cuda", seed)
+            case.slot[case.slot > 4] = -1
+            assert can_fuse(*case.arguments[:2]) == format_can_fuse(form, dtype)
+            out = quantized_expert_linear(*case.arguments)
+            case.check(out)
+            assert torch.equal(out, quantized_expert_linear(*case.arguments))
+            if not format_can_fuse(form, dtype):
+                continue
+            case.x = case.x[: len(slots) // k] / 16  # gate times up within float16
+            for experts in (EXPERTS["silu"], EXPERTS["gpt-oss"]):
+                bias = torch.randn(5, rows, device="cuda").to(dtype) if seed % 2 else None
+                out = quantized_expert_linear(*case.arguments, bias, epilogue_of(experts))
+                check_experts(experts, case, k, bias, BOUNDS[dtype], out)
 
 
 @on_gpu
@@ -198,7 +238,7 @@ def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size
     experts, unit = EXPERTS[form], max(group_size, 128 // bits)
     for seed, (rows, columns) in enumerate(((2, unit), (74, 3 * unit), (130, 8 * unit), (1030, 2048 + unit))):
         for slots, k in (([4, -1, 0, 3], 4), ([1, 9, 2, -5, 2, 1], 3), ([i % 7 - 1 for i in range(40)], 2), ([0], 1)):
-            case = Case(slots, 5, rows, columns, bits, group_size, dtype, "cuda", seed)
+            case = Case(slots, 5, rows, columns, own(bits, group_size, dtype), dtype, "cuda", seed)
             case.x = case.x[: len(slots) // k] / 16  # gate times up, or a square, within float16
             bias = torch.randn(5, rows, device="cuda").to(dtype) if seed % 2 else None
             inner = rows // 2 if experts.gated else rows
@@ -211,7 +251,7 @@ def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size
 @on_gpu
 def test_pairs_of_one_token_give_the_same_bits_as_pairs_of_many():
     """`tokens` decides whether a block looks for others with its weight, and nothing else."""
-    case = Case([3, 1, -1, 0, 4, 2], 5, 260, 768, 4, 32, torch.bfloat16, "cuda")
+    case = Case([3, 1, -1, 0, 4, 2], 5, 260, 768, own(4, 32, torch.bfloat16), torch.bfloat16, "cuda")
     expected = quantized_expert_linear(*case.arguments)
     case.check(expected)
     for tokens in (1, 2, 3):
@@ -223,7 +263,7 @@ def test_pairs_of_one_token_give_the_same_bits_as_pairs_of_many():
 def test_the_kernel_with_experts_of_real_models(bits):
     """Rows and columns of Qwen3-30B-A3B and of Mixtral 8x7B."""
     for rows, columns in ((1536, 2048), (2048, 768), (28672, 4096), (4096, 14336)):
-        case = Case([2, -1, 0, 2, 1, -1, 0, 1], 3, rows, columns, bits, 64, torch.bfloat16, "cuda")
+        case = Case([2, -1, 0, 2, 1, -1, 0, 1], 3, rows, columns, own(bits, 64, torch.bfloat16), torch.bfloat16, "cuda")
         out = quantized_expert_linear(*case.arguments)
         case.check(out)
         assert all(torch.equal(out, quantized_expert_linear(*case.arguments)) for _ in range(10)), "the same bits"
@@ -236,7 +276,7 @@ def test_rows_with_the_same_weight_are_multiplied_together(bits):
     draw = torch.Generator().manual_seed(3)
     for pairs, weights in ((5, 2), (16, 8), (64, 8), (100, 3), (256, 128), (1030, 2), (2500, 700)):
         slots = torch.randint(-1, weights, (pairs,), generator=draw).tolist()
-        case = Case(slots, weights, 70, 256, bits, 64, torch.bfloat16, "cuda")
+        case = Case(slots, weights, 70, 256, own(bits, 64, torch.bfloat16), torch.bfloat16, "cuda")
         out = quantized_expert_linear(*case.arguments)
         case.check(out)
         assert torch.equal(out, quantized_expert_linear(*case.arguments))
@@ -248,7 +288,7 @@ def test_rows_with_the_same_weight_are_multiplied_together(bits):
 @on_gpu
 @pytest.mark.parametrize("slots", [[1, 0, 1], [1, 1, 1, 1]])
 def test_rows_that_are_not_numbers_stay_alone(slots):
-    case = Case(slots, 2, 70, 512, 4, 32, torch.float16, "cuda")
+    case = Case(slots, 2, 70, 512, own(4, 32, torch.float16), torch.float16, "cuda")
     expected = quantized_expert_linear(*case.arguments)
     case.x[1] = float("nan")
     out = quantized_expert_linear(*case.arguments)

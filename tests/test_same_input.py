@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from kernel_cases import PUBLISHED, PackedWeights, published
 from test_stream import BATCH, ids_of
 
 from zero_inference.engines.stream import products as stream_products
-from zero_inference.engines.stream.products import SharedInput, _join_adjacent
+from zero_inference.engines.stream.layout import BlockViews, lay_out
+from zero_inference.engines.stream.products import SharedInput, _join_adjacent, _join_weights
+from zero_inference.kernels.quantization import dequantize
 
 
 @pytest.fixture
@@ -53,6 +58,27 @@ def test_tensors_join_adjacent_are_one():
     assert torch.equal(_join_adjacent(parts), buffer)
     assert _join_adjacent(parts[::2]) is None and _join_adjacent(parts[::-1]) is None
     assert _join_adjacent(parts[:1]) is parts[0]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_adjacent_weights_of_one_format_are_one(name):
+    """As a layout has them: the codes of all, then the scales of all, and so on."""
+    form, rows, dtype = published(name, torch.bfloat16), (128, 256, 384), torch.bfloat16
+    parts = {f"{count}.weight": PackedWeights(1, count, 512, form, dtype, seed=count) for count in rows}
+    layout = lay_out([(each, part.plain[0]) for each, part in parts.items()], dict.fromkeys(parts, form))
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for each, part in parts.items():
+        for span, tensor in zip(layout[each].pieces, part.weight.tensors.values()):
+            span.of(buffer).copy_(tensor[0])
+    assert layout.stored_bytes == sum(form.stored_bytes((count, 512)) for count in rows)
+    workspace = torch.zeros(layout.workspace_bytes, dtype=torch.uint8)
+    weights = [packed.weight for packed in BlockViews(layout, [buffer], workspace)[0].packed.values()]
+    out = torch.empty(sum(rows), 512, dtype=dtype)
+    dequantize(_join_weights(weights), out)
+    assert torch.equal(out, torch.cat([part.plain[0] for part in parts.values()]))
+    assert _join_weights(weights[::2]) is None
+    other = replace(weights[1], format=replace(form, divides=not form.divides))
+    assert _join_weights([weights[0], other]) is None
 
 
 def test_modules_that_were_called_with_one_tensor_share_a_product():

@@ -16,7 +16,7 @@ from zero_inference.cpu.products import quantize
 from zero_inference.engines.stream import vocabulary
 from zero_inference.engines.stream.vocabulary import HeadWeight, QuantizedHead, find_head
 from zero_inference.hardware.machine import Machine
-from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
+from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.cost import pass_time
@@ -29,7 +29,7 @@ GROUP = 32
 
 def restored(weight: torch.Tensor, scheme: GroupQuantization) -> torch.Tensor:
     out = torch.empty_like(weight)
-    dequantize_reference(*quantize(weight, scheme), scheme.bits, scheme.group_size, out)
+    dequantize(scheme.as_weight(*quantize(weight, scheme)), out)
     return out
 
 
@@ -45,7 +45,7 @@ def test_few_and_many_rows_equal_a_product_with_the_whole_head(bias, dtype, monk
     weight = HeadWeight("lm_head.weight", (rows, columns), GroupQuantization(8, 64, dtype))
     whole = restored(head.weight, weight.scheme).double()
     packed = weight.packed(head.weight.cpu(), device)
-    assert sum(part.nbytes for part in packed) == weight.stored_bytes
+    assert sum(part.nbytes for part in packed.tensors.values()) == weight.stored_bytes
     for held in (300, 3):
         workspace = torch.full((held * weight.row_bytes,), 255, dtype=torch.uint8, device=device)
         quantized = QuantizedHead(head, weight, packed, workspace)

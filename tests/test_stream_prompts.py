@@ -92,7 +92,7 @@ def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("many", [True, False])
 def test_a_prompt_divides_cached_experts_and_counts_choices(bits, many, mixtures, cached, fetching, short, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("zero_inference.engines.stream.cpu.fuses_experts", lambda scheme: many)
+    monkeypatch.setattr("zero_inference.engines.stream.plan.format_can_fuse", lambda form, dtype: many)
     expected = ids_of(mixtures("qwen3_moe")[0], cpu_compute="off", **FORMS[bits])
     fetching(0.5, 2)
     short(1.0, TOKENS)

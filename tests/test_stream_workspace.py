@@ -188,4 +188,4 @@ def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family
 
 
 def _views_of(block_layout) -> list[layout.TensorSpan]:
-    return [piece for each in block_layout.parameters for piece in (each.plain, *(each.packed or ()))]
+    return [piece for each in block_layout.parameters for piece in (each.plain, *(each.pieces if each.packed else ()))]

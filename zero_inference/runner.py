@@ -184,7 +184,7 @@ def _measure(
     profile = plan.job.machine.profile()
     caveat = profile.caveat() if profile is not None else None
     warning = f"warning: this machine's {caveat}" if caveat else None
-    for remark in filter(None, (warning, note, steadiness.load_warning(files.result.machine))):
+    for remark in filter(None, (warning, plan.job.conversion, note, steadiness.load_warning(files.result.machine))):
         progress.say(remark)
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)
@@ -216,13 +216,16 @@ def build_request(
     config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str], chosen: AutoChoice | None
 ) -> Request:
     """Return what is known of the request before the plan; `pin_memory` is as given until then, `num_gpus` unknown."""
-    resolved = ("quant_group_size", "dtype", "dummy_routing", "num_gpus")  # passed as resolved
+    resolved = ("quant_bits", "quant_group_size", "dtype", "dummy_routing", "num_gpus")  # passed as resolved
     given = {name: getattr(config, name) for name in Request.model_fields if name in OPTIONS and name not in resolved}
+    kept = spec.kept_format(config)
     return Request(
         **given,
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         argv=argv,
-        quant_group_size=config.group_size,
+        quant_bits=config.bits_of_plain if kept is None else kept.bits,
+        quant_group_size=config.group_size if kept is None else max(0, kept.group_size),
+        stored_format=None if kept is None else kept.name,
         model_type=spec.config.model_type,
         dtype=spec.dtype_name,
         dummy_routing=spec.dummy_routing,

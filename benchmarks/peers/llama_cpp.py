@@ -1,4 +1,4 @@
-"""llama.cpp with random weights of a preset's dimensions in Q4_0: prefill and decode in tokens a second.
+"""llama.cpp with random weights of a preset's dimensions (Q4_0; gpt-oss: MXFP4): prefill and decode in tokens a second.
 
     python benchmarks/peers/llama_cpp.py --model llama-2-13b --source FOLDER --work /dev/shm/llama --output llama_cpp.json
     python benchmarks/peers/llama_cpp.py --model llama-3.1-70b --source FOLDER --work /dev/shm/llama --cuda --prompt-len 512
@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from benchmarks.peers.gguf_file import tensors_of, write_random_gguf  # noqa: E402
+from benchmarks.peers.gguf_file import tensors_of, weight_type, write_random_gguf  # noqa: E402
 from zero_inference.models.built_in import find_preset  # noqa: E402
 
 TARGETS = {
@@ -67,7 +67,8 @@ def main() -> int:
         return 2
     args.work.mkdir(parents=True, exist_ok=True)
     programs, version = build(args)
-    weights = args.work / f"{args.model.replace('/', '-')}-q4_0.gguf"
+    quantization = weight_type(preset.config).name
+    weights = args.work / f"{args.model.replace('/', '-')}-{quantization.lower()}.gguf"
     started = time.perf_counter()
     weight_bytes = sum(tensor.nbytes for tensor in tensors_of(preset.config))
     if not (args.keep and weights.exists()):
@@ -84,7 +85,7 @@ def main() -> int:
         "peer": "llama.cpp",
         "version": version,
         "model": preset.name,
-        "weights": "Q4_0",
+        "weights": quantization,
         "weight_bytes": weight_bytes,
         "threads": args.threads,
         "prompt_len": args.prompt_len,
@@ -100,12 +101,12 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="a preset of Llama, Mixtral or Qwen3")
+    parser.add_argument("--model", required=True, help="a preset of Llama, Mixtral, Qwen3 or gpt-oss")
     parser.add_argument(
         "--source", type=Path, help="folder with the source package of llama-cpp-python; not needed with --programs"
     )
     parser.add_argument(
-        "--work", type=Path, required=True, help="folder for the build and the weights (4.5 bits a weight)"
+        "--work", type=Path, required=True, help="folder for the build and the weights (4.3 to 4.7 bits a weight)"
     )
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")

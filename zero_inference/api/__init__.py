@@ -368,7 +368,7 @@ def _planned_run(plan: Plan, why_not: str | None = None) -> PlannedRun:
     left_out = (*OF_DRY_RUNS, "auto", "goal", *(["cpu_offload"] if config.engine == "stream" else []))
     return PlannedRun(
         **{name: row[name] for name in ("engine", "gpus", "weights", "total_s", "bound_by", "command")},
-        bits=config.quant_bits,
+        bits=plan.job.quant_bits,
         batch=config.batch_size,
         kv_offload=config.kv_offload,
         tokens_per_s=plan.best_tokens_per_s if known else None,

@@ -122,7 +122,7 @@ def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
             model.tokenizer.pad_token = model.tokenizer.eos_token
     model.max_length = config.positions
     model.placement = [
-        f"engine {config.engine}, {config.quant_bits} bits: weights {plan.engine_plan.describe_location()}",
+        f"engine {config.engine}, {plan.job.format_name}: weights {plan.engine_plan.describe_location()}",
         *plan.engine_plan.in_words(),
         f"memory for {config.batch_size} x {config.positions} tokens; keys and values "
         f"{'in host memory' if config.kv_offload else 'where the model computes'}",

@@ -194,15 +194,20 @@ def arm_rows(
     expected = {record["output_ids_sha256"] for record in good.get(baseline, ())}
     rows = []
     for arm, config in configs.items():
-        row = {name: getattr(config, name) for name in ("model", "engine", "quant_bits")}
-        row |= {"arm": arm, "runs": len(runs[arm])}
+        row: dict[str, Any] = {
+            "arm": arm,
+            "model": config.model,
+            "engine": config.engine,
+            "quant_bits": config.bits_of_plain,
+        }
+        row["runs"] = len(runs[arm])
         if arm not in good:
             failed = next(record for _, record in runs[arm] if record["status"] != STATUS_OK)
             rows.append(row | {"error": one_line(failed["error"])})
             continue
         records = good[arm]
         steps = [step for record in records for loop in record["loops"] for step in loop["step_s"]]
-        row |= {"dtype": records[0]["dtype"], "step_samples": len(steps)}
+        row |= {name: records[0][name] for name in ("quant_bits", "dtype")} | {"step_samples": len(steps)}
         row |= {f"step_p{each}_s": percentile(steps, each) for each in (50, 95, 99)}
         for name in ("peak_gpu_bytes", "peak_host_bytes", "weight_bytes"):
             row[name] = max((record[name] for record in records if record[name] is not None), default=None)

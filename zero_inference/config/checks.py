@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
+from zero_inference.config.option import STORED
 from zero_inference.config.options import DEFAULTS, GROUP_SIZES, OPTIONS, Options
 from zero_inference.errors import UsageError
 from zero_inference.utils.files import check_output_file
@@ -35,6 +36,11 @@ def _in_model_and_work(config: Options) -> Iterator[str]:
         yield f"--prompt-len {config.prompt_len}: must be at least 1."
     if config.quant_bits == 4 and config.group_size % 2:
         yield f"--quant-group-size {config.group_size}: two 4-bit weights share a byte, so it must be even."
+    if config.quant_bits == STORED and config.engine != "stream" and "engine" not in config.auto:
+        yield (
+            f"--quant-bits {STORED}: --engine {config.engine} converts the weights of a quantized checkpoint; use --engine stream, or "
+            "--quant-bits 16."
+        )
     if config.warmup_spread is not None and config.warmup < 3:
         yield f"--warmup-spread compares three warm-up loops and --warmup is {config.warmup}: raise it, to 10 or so."
 
@@ -48,7 +54,8 @@ def _in_engine(config: Options) -> Iterator[str]:
         )
     for option in OPTIONS.values():
         value, engines = getattr(config, option.name), option.engines
-        if not engines or value is False or value == DEFAULTS[option.name]:
+        in_16_bits = option.kind == "bits" and value == 16  # as every engine stores weights
+        if not engines or value is False or value == DEFAULTS[option.name] or in_16_bits:
             continue
         if config.engine not in engines or (by_plan and len(engines) == 1):
             yield (

@@ -21,6 +21,7 @@ MAX_COUNT = 2**31 - 1
 AUTO, ALL = "auto", "all"
 DTYPES = (AUTO, "float16", "bfloat16", "float32")
 QUANT_BITS = (16, 8, 4)
+STORED = "stored"  # as the checkpoint has them, which may be quantized
 SIZE_HELP = "a plain number is in GiB; 10GiB and 10G are 10 x 2^30 bytes, 10GB is 10 x 10^9"
 
 _DTYPE_OF = {"fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -132,7 +133,7 @@ def read_dtype(value: Any) -> str:
 
 
 def read_bits(value: Any) -> Any:
-    """Return 16, 8 or 4 for a spelling such as int4, 4bit or fp16; an unknown one as it is."""
+    """Return 16, 8 or 4 for a spelling such as int4, 4bit or fp16; "stored" or an unknown one as it is."""
     name = str(value).strip().lower()
     return _BITS.get(name, name)
 

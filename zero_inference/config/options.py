@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config.option import AUTO, DTYPES, QUANT_BITS, SIZE_HELP, Option, option
+from zero_inference.config.option import AUTO, DTYPES, QUANT_BITS, SIZE_HELP, STORED, Option, option
 from zero_inference.config.parser import examples
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
@@ -79,11 +79,13 @@ class Options:
         until_planned="stream",  # any option goes with it
         of_load=True,
     )
-    quant_bits: int = _main(
-        16,
-        "bits of a stored weight; int8 and int4 work too. auto: as many as fit, or what --goal looks for",
+    quant_bits: int | str | None = _main(
+        None,
+        "bits of a stored weight; int8 and int4 work too. stored: keep a quantized checkpoint as it is; 16, 8 or 4 convert its weights, "
+        "which rounds them twice. auto: as many as fit, or what --goal looks for",
         kind="bits",
-        choices=QUANT_BITS,
+        choices=(STORED, *QUANT_BITS),
+        default_help="stored with --engine stream, if the checkpoint is quantized, else 16",
         engines=QUANTIZING_ENGINES,
         until_planned=16,
         of_load=True,
@@ -302,12 +304,24 @@ class Options:
 
     @property
     def quantized(self) -> bool:
-        return self.quant_bits != 16
+        """Whether weights are quantized while they are loaded."""
+        return self.quant_bits in (8, 4)
+
+    @property
+    def bits_of_plain(self) -> int:
+        """Bits of a stored weight if the checkpoint is not quantized."""
+        return self.quant_bits if isinstance(self.quant_bits, int) else 16
+
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether the weights of a quantized checkpoint are kept as they are stored."""
+        return self.engine == "stream" and self.quant_bits in (None, STORED)
 
     @property
     def group_size(self) -> int:
         """Quantized weights that share a scale."""
-        return GROUP_SIZES[self.quant_bits] if self.quant_group_size is None else self.quant_group_size
+        default = GROUP_SIZES[self.bits_of_plain]
+        return default if self.quant_group_size is None else self.quant_group_size
 
     @property
     def cpu_share(self) -> float | None:

@@ -23,7 +23,7 @@ from zero_inference.cpu.library import (
     require_library,
 )
 from zero_inference.kernels import quantization
-from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
+from zero_inference.kernels.formats import TENSORS, Codes, QuantizedWeight, WeightFormat
 from zero_inference.kernels.quantization import GroupQuantization, describe
 
 PLAIN = -1  # in place of a value of `Codes`
@@ -96,19 +96,15 @@ class Matrix(ctypes.Structure):
         form = weight.format
         if form.bits == 4 and (columns % 2 or form.group_size % 2):
             raise ValueError(f"columns and groups must be even for 4 bits; found {columns} and {form.group_size}")
-        if rows % form.group_rows or (form.codes != Codes.E4M3 and form.group_size and columns % form.group_size):
+        if form.codes != Codes.E4M3 and form.group_size and columns % form.group_size:
             raise ValueError(f"a weight of {rows} x {columns} has no whole groups of {form}")
         if dtype not in DTYPES or form.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"{form} in a model in {dtype} has no product on the CPU")
-        addresses: dict[str, int | None] = dict.fromkeys(("codes", "scales", "offsets", "row_scales"))
+        addresses: dict[str, int | None] = dict.fromkeys(TENSORS)
         for name, (shape, of_tensor) in form.tensors((rows, columns)).items():
             tensor, numel = weight.tensors.get(name), math.prod(shape)
-            if (
-                tensor is None
-                or (tensor.dtype, tensor.numel()) != (of_tensor, numel)
-                or tensor.is_cuda
-                or not tensor.is_contiguous()
-            ):
+            fits = tensor is not None and tensor.numel() == numel and tensor.dtype == of_tensor
+            if tensor is None or not fits or tensor.is_cuda or not tensor.is_contiguous():
                 found = "nothing" if tensor is None else describe(tensor)
                 raise ValueError(
                     f"{name} must be {of_tensor}, {numel} elements, contiguous, on the CPU, for {rows} x {columns}; found {found}"

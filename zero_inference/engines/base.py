@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from zero_inference.config.options import PAGE_LOCKING_ENGINES
+from zero_inference.config.options import PAGE_LOCKING_ENGINES, SHORT_DTYPES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine
+from zero_inference.kernels.formats import WeightFormat
 from zero_inference.kv_cache.attention_patch import window_only_in_cache
 from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
 from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, sees_all_positions, supports_preallocated
@@ -28,6 +29,7 @@ from zero_inference.kv_cache.host import SLOTS, HostKVCache
 from zero_inference.models.empty_model import EmptyModel, ModelSizes, cache_class, logits_bytes
 from zero_inference.models.layers import COMPARED_BYTES, find_layers, first_layer_bytes
 from zero_inference.models.spec import ModelSpec
+from zero_inference.models.stored_weights import stored_formats
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
@@ -60,6 +62,44 @@ class Job:
     def __post_init__(self) -> None:
         if not self.devices:
             object.__setattr__(self, "devices", (self.ranks.device,))
+
+    @property
+    def stored_formats(self) -> Mapping[str, tuple[WeightFormat, bool]]:
+        """Parameter -> (format, stored transposed) of the weights that are kept as the checkpoint stores them."""
+        if self.spec.kept_format(self.config) is None:
+            return {}
+        model = self.empty_model.model
+        key = "stored formats", self.spec.weights_are_here
+        return self.empty_model.cached(key, lambda: stored_formats(model, self.spec))
+
+    @property
+    def quant_bits(self) -> int:
+        """Bits of most stored weights: 16 or more if they are not quantized, 8 or 4."""
+        kept = self.spec.kept_format(self.config)
+        return self.config.bits_of_plain if kept is None else kept.bits
+
+    @property
+    def quantized(self) -> bool:
+        return self.quant_bits < 16
+
+    @property
+    def format_name(self) -> str:
+        """Name of the format of most weights, such as bf16, int4 or MXFP4."""
+        kept = self.spec.kept_format(self.config)
+        if kept is not None:
+            return kept.name
+        return f"int{self.quant_bits}" if self.quantized else SHORT_DTYPES[self.spec.dtype_name]
+
+    @property
+    def conversion(self) -> str | None:
+        """What loading does to the weights of a quantized checkpoint; None if they are kept as they are stored, or not quantized."""
+        stored = None if self.spec.dummy else self.spec.checkpoint_format
+        if stored is None or self.spec.kept_format(self.config) is not None:
+            return None
+        kept = "--quant-bits stored keeps them" if self.config.engine == "stream" else "--engine stream keeps them"
+        if self.config.quantized:
+            return f"the checkpoint's {stored.name} weights are rounded a second time, to {self.format_name}; {kept}"
+        return f"the checkpoint's {stored.name} weights are expanded to {self.spec.dtype_name}; {kept}"
 
     @property
     def num_gpus(self) -> int:
@@ -358,7 +398,7 @@ class EnginePlan:
     def cost_terms(self) -> CostTerms:
         return CostTerms(
             prefill_fetched_bytes=self.fetched_bytes,
-            dequantizes_on_cpu=self.job.config.quantized and not self.job.on_gpu,
+            dequantizes_on_cpu=self.job.quantized and not self.job.on_gpu,
         )
 
     def rebalanced_s(self, link_s: float, compute_s: float) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from zero_inference.hardware.profile import (
 )
 from zero_inference.kernels.decode_attention import attend, using_decode_attention
 from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kernels.products import quantized_linear
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kernels.rotary import rotary_kernel
@@ -99,14 +100,16 @@ class DeviceWeights:
         bits = scheme.bits if scheme else 8 * dtype.itemsize
         count = -(-(CUDA_BLOCK_BYTES if device.type == "cuda" else WEIGHTS_BYTES) * 8 // (bits * elements))
         self.matrices = [self._draw(elements) for _ in range(count)]
-        self.nbytes = sum(part.nbytes for part in self.matrices[0])
+        first = self.matrices[0]
+        tensors = [first] if isinstance(first, torch.Tensor) else first.tensors.values()
+        self.nbytes = sum(each.nbytes for each in tensors)
 
-    def _draw(self, elements: int) -> tuple[torch.Tensor, ...]:
-        """Return a matrix, or its codes, scales and minima."""
+    def _draw(self, elements: int) -> torch.Tensor | QuantizedWeight:
         if self.scheme is None:
-            return (torch.randn(self.shape, device=self.device, dtype=self.dtype),)
+            return torch.randn(self.shape, device=self.device, dtype=self.dtype)
         codes = torch.randint(256, (elements * self.scheme.bits // 8,), dtype=torch.uint8, device=self.device)
-        return codes, *torch.rand(2, elements // self.scheme.group_size, device=self.device).to(self.dtype)
+        scale, minimum = torch.rand(2, elements // self.scheme.group_size, device=self.device).to(self.dtype)
+        return self.scheme.as_weight(codes, scale, minimum)
 
     def product_s(self, tokens: int, seconds: float = WEIGHTS_S) -> float:
         """Return the median time of a product of `tokens` tokens with one matrix (`nbytes` as stored), of several in a row."""
@@ -120,17 +123,13 @@ class DeviceWeights:
     def _multiply(self, x: torch.Tensor) -> None:
         # as runs of the stream engine do in decode steps
         on_cpu = self.device.type == "cpu" and len(x) <= CPU_FUSED_ROWS and load_library() is not None
-        for parts in self.matrices:
-            if self.scheme is None:
-                torch.nn.functional.linear(x, *parts)
-                continue
-            codes, scales, minima = parts
-            scheme = self.scheme.bits, self.scheme.group_size
-            if on_cpu:
-                weight = cpu_products.weight_of_groups(codes, scales, minima, *scheme)
-                cpu_products.linear_groups(x, weight, self.shape[0])
+        for matrix in self.matrices:
+            if isinstance(matrix, torch.Tensor):
+                torch.nn.functional.linear(x, matrix)
+            elif on_cpu:
+                cpu_products.linear_groups(x, matrix, self.shape[0])
             else:
-                quantized_linear(x, codes, scales, minima, *scheme, self.shape[0], None)
+                quantized_linear(x, matrix, self.shape[0])
 
 
 def product_times(

@@ -35,6 +35,7 @@ class Codes(IntEnum):
         return {Codes.INT4: 8, Codes.INT8: 128}.get(self, 0)
 
 
+TENSORS = "codes", "scales", "offsets", "row_scales"  # of a `QuantizedWeight`
 CHUNK_NUMEL = 1 << 19  # elements dequantized at once, about 20 bytes each: fits a CPU's caches
 CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
 
@@ -62,7 +63,7 @@ class WeightFormat:
     Attributes:
         codes: numbers of the codes.
         group_size: columns that share a scale; 0 where there are only `row_scales`. The last group of a row may be smaller.
-        group_rows: rows that share a scale; it divides N.
+        group_rows: rows that share a scale; in a stack of matrices it divides N, in one the last group may have fewer.
         scale_dtype: dtype of scales: float16, bfloat16 or float32, float8_e8m0fnu, float8_e4m3fn.
         minima: scales have minima of `scale_dtype`; otherwise symmetric codes have their center as zero point.
         zero_points: scales have zero points, uint8.
@@ -83,10 +84,10 @@ class WeightFormat:
         return self.codes.bits
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return [..., N / group_rows, groups of a row] of a weight of `shape`; (0,) without scales."""
+        """Return [..., groups of rows, groups of a row] of a weight of `shape`; (0,) without scales."""
         if not self.group_size:
             return (0,)
-        return *shape[:-2], shape[-2] // self.group_rows, -(-shape[-1] // self.group_size)
+        return *shape[:-2], -(-shape[-2] // self.group_rows), -(-shape[-1] // self.group_size)
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of `QuantizedWeight` that a weight of `shape` has."""
@@ -110,7 +111,7 @@ class QuantizedWeight:
 
     Attributes:
         codes: uint8 [..., N, K * bits / 8].
-        scales: `format.scale_dtype` [..., N / group_rows, groups of a row]; None without groups.
+        scales: `format.scale_dtype` [..., groups of rows, groups of a row]; None without groups.
         offsets: minima in `format.scale_dtype` or zero points in uint8, as many as scales; None without.
         row_scales: float32 [..., N]; None without.
     """
@@ -124,8 +125,50 @@ class QuantizedWeight:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that there are, by the names in `WeightFormat.tensors`."""
-        found = {name: getattr(self, name) for name in ("codes", "scales", "offsets", "row_scales")}
+        found = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def converted(self, form: WeightFormat, shape: tuple[int, ...]) -> QuantizedWeight:
+        """Return the same values in another format: scales repeated for smaller groups, or in another dtype that holds them.
+
+        Args:
+            shape: of the weight, [..., N, K].
+
+        Raises:
+            ValueError: the format cannot hold the same values.
+        """
+        own = self.format
+        if form == own:
+            return self
+        alike = ("codes", "minima", "zero_points", "row_scales", "divides")
+        rows_fit = form.group_rows in (1, own.group_rows)
+        columns_fit = own.group_size == form.group_size or (
+            form.group_size > 0 and own.group_size % form.group_size == 0
+        )
+        if any(getattr(own, name) != getattr(form, name) for name in alike) or not (rows_fit and columns_fit):
+            raise ValueError(f"{own} cannot be stored as {form}")
+
+        def repeated(tensor: Tensor) -> Tensor:
+            tensor = tensor.view(own.scale_shape(shape))
+            if form.group_rows != own.group_rows:
+                tensor = tensor.repeat_interleave(own.group_rows, -2)[..., : shape[-2], :]
+            if form.group_size != own.group_size:
+                groups = form.scale_shape(shape)[-1]
+                tensor = tensor.repeat_interleave(own.group_size // form.group_size, -1)[..., :groups]
+            return tensor.contiguous()
+
+        def cast(tensor: Tensor) -> Tensor:
+            found = repeated(tensor).to(form.scale_dtype)
+            if not torch.equal(found.float(), repeated(tensor).float()):
+                raise ValueError(f"{form.scale_dtype} cannot hold scales of {own.scale_dtype}")
+            return found
+
+        offsets = self.offsets
+        if offsets is not None:
+            offsets = cast(offsets) if form.minima else repeated(offsets)
+        return QuantizedWeight(
+            form, self.codes, None if self.scales is None else cast(self.scales), offsets, self.row_scales
+        )
 
 
 @torch.no_grad()
@@ -146,6 +189,7 @@ def dequantize_reference(weight: QuantizedWeight, out: Tensor) -> None:
         """Return scales or offsets of the rows `chunk` in float32: [rows, K], or [rows, groups, 1] where groups are whole."""
         of_rows = slice(chunk.start // form.group_rows, -(-chunk.stop // form.group_rows))
         of_groups = tensor.view(-1, groups)[of_rows].float().repeat_interleave(form.group_rows, 0)
+        of_groups = of_groups[: chunk.stop - chunk.start]
         if columns % form.group_size == 0:
             return of_groups.unsqueeze(-1)
         return of_groups.repeat_interleave(form.group_size, -1)[:, :columns]

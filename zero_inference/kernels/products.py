@@ -3,10 +3,13 @@
     linear layer    out[m, n] = sum_k x[m, k] * weight[n, k] + bias[n]
     experts         out[p, n] = sum_k x[p // experts_per_token, k] * weight[slot[p], n, k] + bias[slot[p], n]
 
-A row p of experts is a pair of a token and an expert; it is zeros where slot[p] is negative. weight = code * scale + minimum, in the
-weight's dtype. The fused operators (csrc/quantization/product.cu) multiply with codes directly and never write the weight: they read a
-quarter or a half of a plain weight's bytes, which bound a decode step. That of experts reads no weight for negative slots, and each
-weight once for several rows that share it (`pairs_together`). Otherwise weights are dequantized first, of experts those of a few rows.
+A row p of experts is a pair of a token and an expert; it is zeros where slot[p] is negative. Weights are `formats.QuantizedWeight`. The
+fused operators (csrc/quantization/product.cu) multiply with codes directly and never write the weight: they read a quarter or a half of a
+plain weight's bytes, which bound a decode step. That of experts reads no weight for negative slots, and each weight once for several rows
+that share it (`pairs_together`). Otherwise weights are dequantized first, of experts those of a few rows.
+
+Integers are rounded to x's dtype once, as weights. Floats are exact: MXFP4 from scales of 2^-62 to 2^64 (larger ones give infinity or NaN),
+and e4m3 without its NaN, which counts as 480 in fused products.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from zero_inference.kernels.extension import load_extension, operator_library
-from zero_inference.kernels.quantization import check_packed, dequantize, dequantize_reference, describe
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat, dequantize_reference
+from zero_inference.kernels.quantization import OPERANDS, check_packed, dequantize, describe, operands, weight_of
 
 # All tokens that the fused operator of linear layers can take in one call. With 32 it took 114 us for int4 weights of 28672 x 8192, where
 # dequantizing first took 288 us (h200-cores/quantized_products_bf16.tsv).
@@ -29,7 +33,7 @@ FUSED_ROWS = 32
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
 FUSED_GROUP_SIZES = (16, 32, 64, 128)
 ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
-# Shared memory of a block for the scales of groups of 16; devices with 99 KB (8.6, 8.9, 12.0) have less.
+# Shared memory of a block for scales and minima of groups of 16; devices with 99 KB (8.6, 8.9, 12.0) have less.
 GROUP_16_SHARED_BYTES = 132 << 10
 MAX_PAIRS = 65535  # in a call of the experts' operator: the second dimension of a grid
 GATHERED_BYTES = 128 << 20  # at once: enough to fill a device, little beside the memory that a run keeps free
@@ -38,7 +42,7 @@ GATHERED_BYTES = 128 << 20  # at once: enough to fill a device, little beside th
 PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
 
 LIBRARY = operator_library(__name__)
-WEIGHT = "Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows"
+WEIGHT = f"Tensor x, {OPERANDS}, int rows"
 # The last three are launch sizes for tests and benchmarks, powers of two; 0 leaves them to csrc/launch_sizes.cuh: warps of a block that
 # split the columns (1 to 8), blocks that do (1 to 8), steps between barriers (2 to 64).
 LIBRARY.define(f"linear_groups({WEIGHT}, Tensor bias, int column_warps=0, int splits=0, int chunk_steps=0) -> Tensor")
@@ -59,16 +63,7 @@ class Epilogue(NamedTuple):
     reference: Callable[[Tensor], Tensor]  # the same with PyTorch, of float32 [pairs, rows]
 
 
-def quantized_linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    bias: Tensor | None = None,
-) -> Tensor:
+def quantized_linear(x: Tensor, weight: QuantizedWeight, rows: int, bias: Tensor | None = None) -> Tensor:
     """Return `functional.linear` of `x` with a quantized weight [rows, columns].
 
     For up to `FUSED_ROWS` tokens and if `can_fuse`, this is one kernel on the current stream, bitwise reproducible; otherwise the weight is
@@ -76,7 +71,6 @@ def quantized_linear(
 
     Args:
         x: float16, bfloat16 or float32 [..., columns].
-        codes, scale, minimum, bits, group_size: of the weight, as `kernels.quantization.quantize` packs it, in x's dtype.
         bias: [rows] in x's dtype.
 
     Returns:
@@ -85,20 +79,20 @@ def quantized_linear(
     Raises:
         ValueError: dtype, size, device or strides of an argument do not match.
     """
-    check_packed(codes, scale, minimum, bits, group_size, rows, x.shape[-1], x.dtype, x.device)
+    check_packed(weight, rows, x.shape[-1], x.device)
     if bias is not None and (bias.numel() != rows or not bias.is_contiguous()):
         raise ValueError(f"bias must have {rows} elements, contiguous; found {describe(bias)}")
     tokens = math.prod(x.shape[:-1])
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if tokens <= FUSED_ROWS and not needs_gradient and can_fuse(x, codes, scale, minimum, bits, group_size, bias):
+    if tokens <= FUSED_ROWS and not needs_gradient and can_fuse(x, weight, bias):
         flat = x.reshape(tokens, x.shape[-1]).contiguous()
         if flat.data_ptr() % ALIGNMENT == 0:
             bias = no_bias(x.device, x.dtype) if bias is None else bias
-            out = torch.ops.zero_inference.linear_groups(flat, codes, scale, minimum, bits, group_size, rows, bias)
+            out = torch.ops.zero_inference.linear_groups(flat, *operands(weight), rows, bias)
             return out.view(*x.shape[:-1], rows)
-    weight = x.new_empty(rows, x.shape[-1])
-    dequantize(codes, scale, minimum, bits, group_size, weight)
-    return functional.linear(x, weight, bias)
+    plain = x.new_empty(rows, x.shape[-1])
+    dequantize(weight, plain)
+    return functional.linear(x, plain, bias)
 
 
 @torch.no_grad()
@@ -127,11 +121,7 @@ def expert_linear(
 
 def quantized_expert_linear(
     x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
+    weight: QuantizedWeight,
     rows: int,
     slot: Tensor,
     bias: Tensor | None = None,
@@ -145,51 +135,65 @@ def quantized_expert_linear(
 
     Args:
         x: float16, bfloat16 or float32 [tokens, columns].
-        codes: uint8 [slots, rows * columns * bits / 8], each slot as `kernels.quantization.quantize` packs a weight.
-        scale, minimum: [slots, rows * columns / group_size], in x's dtype.
+        weight: tensors [slots, ...], each slot a weight [rows, columns].
         tokens: upper bound of the pairs with the same weight: a token has none twice; 0 for the rows of x.
         others: as in `expert_linear`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not match.
     """
-    _check_pairs(x, slot, codes.shape[0], x.shape[-1])
-    check_packed(codes, scale, minimum, bits, group_size, rows, x.shape[-1], x.dtype, x.device, codes.shape[0])
-    fits = 0 < slot.numel() <= MAX_PAIRS and can_fuse(x, codes, scale, minimum, bits, group_size, bias)
+    slots = weight.codes.shape[0]
+    _check_pairs(x, slot, slots, x.shape[-1])
+    check_packed(weight, rows, x.shape[-1], x.device, slots)
+    fits = 0 < slot.numel() <= MAX_PAIRS and can_fuse(x, weight, bias)
     if fits and (bias is None or bias.dtype == x.dtype):
         x, slot = x.contiguous(), slot.contiguous()
         if x.data_ptr() % ALIGNMENT == 0 and slot.data_ptr() % ALIGNMENT == 0:
             numbers = (PLAIN, 0, 0.0, 0.0) if epilogue is None else epilogue[:4]
             return torch.ops.zero_inference.linear_groups_indexed(
-                x, codes, scale, minimum, bits, group_size, rows, slot, bias, *numbers, tokens
+                x, *operands(weight), rows, slot, bias, *numbers, tokens
             )
-    product = quantized_expert_linear_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
+    product = quantized_expert_linear_reference(x, weight, rows, slot)
     return _finish(product, slot, bias, epilogue)
 
 
-def can_fuse(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, bias: Tensor | None = None
-) -> bool:
+def can_fuse(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> bool:
     """Return whether the fused operators take these arguments, for any number of tokens.
 
-    They need a CUDA device of capability 8.0 or newer, the compiled extension, 16-bit dtypes, groups of 16, 32, 64 or 128, and rows of
-    codes and tensors aligned to 16 bytes.
+    They need a CUDA device of capability 8.0 or newer, the compiled extension, a format of `format_can_fuse`, rows of whole groups (e4m3
+    may end in a part of one), and rows of codes and tensors aligned to 16 bytes.
     """
+    form, columns, tensors = weight.format, x.shape[-1], weight.tensors.values()
     return (
         x.is_cuda
-        and x.dtype in FUSED_DTYPES
-        and group_size in FUSED_GROUP_SIZES
-        and x.shape[-1] * bits % (8 * ALIGNMENT) == 0
-        and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (codes, scale, minimum, bias) if tensor is not None)
-        and _device_can_fuse(x.device.index, group_size)
+        and format_can_fuse(form, x.dtype)
+        and columns * form.bits % (8 * ALIGNMENT) == 0
+        and (form.codes == Codes.E4M3 or columns % form.group_size == 0)
+        and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (*tensors, bias) if tensor is not None)
+        and _device_can_fuse(x.device.index, form.minima and form.group_size == 16)
         and load_extension()
     )
 
 
 @functools.cache
-def _device_can_fuse(index: int, group_size: int) -> bool:
+def format_can_fuse(form: WeightFormat, dtype: torch.dtype) -> bool:
+    """Return whether csrc/quantization/product.cu has a kernel for this format and x of `dtype`."""
+    scales = form.group_size, form.scale_dtype
+    if form.codes in (Codes.INT4, Codes.INT8):
+        sizes = FUSED_GROUP_SIZES if form.minima or form.codes == Codes.INT8 else FUSED_GROUP_SIZES[1:]
+        plain = form.group_rows == 1 and not form.row_scales and not (form.zero_points and form.codes == Codes.INT8)
+        return dtype in FUSED_DTYPES and plain and form.scale_dtype == dtype and form.group_size in sizes
+    if dtype != torch.bfloat16 or form.minima or form.zero_points:
+        return False
+    if form.codes == Codes.E2M1:
+        return form.group_rows == 1 and scales in ((32, torch.float8_e8m0fnu), (16, torch.float8_e4m3fn))
+    return form.group_size == 0 or scales in ((64, torch.float32), (128, torch.float32))
+
+
+@functools.cache
+def _device_can_fuse(index: int, needs_group_16: bool) -> bool:
     properties = torch.cuda.get_device_properties(index)
-    enough = group_size > 16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
+    enough = not needs_group_16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
     return properties.major >= 8 and enough
 
 
@@ -239,38 +243,35 @@ def _finish(product: Tensor, slot: Tensor, bias: Tensor | None, epilogue: Epilog
 
 
 @torch.no_grad()
-def quantized_linear_reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    bias: Tensor,
-    *_: Any,
-) -> Tensor:
+def quantized_linear_reference(x: Tensor, weight: QuantizedWeight, rows: int, bias: Tensor | None = None) -> Tensor:
     """Compute the operator of linear layers with PyTorch on any device."""
-    weight = x.new_empty(rows, x.shape[-1])
-    dequantize_reference(codes, scale, minimum, bits, group_size, weight)
-    return functional.linear(x, weight, bias if bias.numel() else None)
+    plain = x.new_empty(rows, x.shape[-1])
+    dequantize_reference(weight, plain)
+    return functional.linear(x, plain, bias)
 
 
 @torch.no_grad()
-def quantized_expert_linear_reference(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
-) -> Tensor:
+def quantized_expert_linear_reference(x: Tensor, weight: QuantizedWeight, rows: int, slot: Tensor) -> Tensor:
     """Compute the experts' operator with PyTorch on any device; only the CUDA kernel adds a bias and computes an epilogue."""
     columns = x.shape[1]
 
     def gather_weights(slots: Tensor) -> Tensor:
-        parts = (part.index_select(0, slots).view(-1) for part in (codes, scale, minimum))
+        gathered = {name: tensor.index_select(0, slots) for name, tensor in weight.tensors.items()}
         plain = x.new_empty(slots.numel(), rows, columns)
-        dequantize_reference(*parts, bits, group_size, plain)
+        dequantize_reference(QuantizedWeight(weight.format, **gathered), plain)
         return plain
 
     return _gathered_products(x, slot, rows * columns * x.element_size(), rows, gather_weights)
 
 
-LIBRARY.impl("linear_groups", quantized_linear_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("linear_groups_indexed", quantized_expert_linear_reference, "CompositeExplicitAutograd")
+def _linear_groups(x: Tensor, *arguments: Any) -> Tensor:
+    weight, (rows, bias, *_) = weight_of(*arguments[:8]), arguments[8:]
+    return quantized_linear_reference(x, weight, rows, bias if bias.numel() else None)
+
+
+def _linear_groups_indexed(x: Tensor, *arguments: Any) -> Tensor:
+    return quantized_expert_linear_reference(x, weight_of(*arguments[:8]), *arguments[8:10])
+
+
+LIBRARY.impl("linear_groups", _linear_groups, "CompositeExplicitAutograd")
+LIBRARY.impl("linear_groups_indexed", _linear_groups_indexed, "CompositeExplicitAutograd")

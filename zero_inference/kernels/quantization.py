@@ -12,15 +12,24 @@ normal weights in groups of 32 then have a relative error of 6.99%; extremes alo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_inference.errors import UsageError
 from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.formats import (
+    CHUNK_NUMEL,
+    CUDA_CHUNK_NUMEL,
+    Codes,
+    QuantizedWeight,
+    WeightFormat,
+    dequantize_reference,
+)
 from zero_inference.utils.format import nearest_divisor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,8 +38,8 @@ MIN_QUANTIZED_COLUMNS = 32
 CLIPPED = (0.0, 0.03, 0.06)  # shares of a group's range to clip at either end, in all pairs; a step of 4 bits is 0.067
 NEIGHBOURS = {4: 1, 8: 2}  # by bits: neighbouring codes to try where DeepSpeed rounds quotients
 REFITS = 2  # of the best try; a third lowers the error by less than 0.1%
-CHUNK_NUMEL = 1 << 19  # elements quantized at once, about 40 bytes each: fits a CPU's caches
-CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
+# Arguments of operators that read a weight: its tensors and format. The dtype of `offset` says whether these are minima or zero points.
+OPERANDS = "Tensor codes, Tensor? scale, Tensor? offset, Tensor? row_scale, int codes_kind, int group_size, int group_rows, bool divides"
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,15 @@ class GroupQuantization:
     def stored_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the bytes of codes, scales and minima of a weight of `numel` elements in `dtype`."""
         return self.packed_bytes(numel) + 2 * (numel // self.group_size) * dtype.itemsize
+
+    def weight_format(self, dtype: torch.dtype) -> WeightFormat:
+        """Return the format of a quantized weight of `dtype`."""
+        codes = Codes.INT4 if self.bits == 4 else Codes.INT8
+        return WeightFormat(codes, self.group_size, scale_dtype=dtype, minima=True)
+
+    def as_weight(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> QuantizedWeight:
+        """Return the result of `quantize` as one weight."""
+        return QuantizedWeight(self.weight_format(scale.dtype), codes, scale, minimum)
 
 
 @torch.no_grad()
@@ -117,40 +135,52 @@ def empty_groups(weight: Tensor, scheme: GroupQuantization) -> tuple[Tensor, Ten
     return rows, codes, scale, torch.empty_like(scale)
 
 
-def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, out: Tensor) -> None:
-    """Dequantize into `out`: one kernel on the current stream of a CUDA device with the compiled extension, otherwise
-    `dequantize_reference`, which gives the same bits; arguments as there."""
-    if out.is_cuda and load_extension():
-        torch.ops.zero_inference.dequantize_groups(codes, scale, minimum, bits, group_size, out)
-        return
-    dequantize_reference(codes, scale, minimum, bits, group_size, out)
-
-
 @torch.no_grad()
-def dequantize_reference(
-    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, out: Tensor
-) -> None:
-    """Dequantize into `out` with PyTorch, on any device, in chunks.
+def dequantize(weight: QuantizedWeight, out: Tensor) -> None:
+    """Write the values of `weight` to `out` [..., N, K], contiguous, float16, bfloat16 or float32.
 
-    Product and sum are rounded to float32 in turn, the sum once to `out.dtype`, as in csrc/quantization/dequantize.cu.
-
-    Args:
-        codes: uint8 [out.numel() * bits / 8].
-        scale, minimum: [out.numel() / group_size], in `out.dtype`.
-        out: float16, bfloat16 or float32, any shape, contiguous; overwritten.
-
-    Raises:
-        ValueError: dtype, size, device or strides of an argument do not match.
+    This is one kernel on the current stream of a CUDA device with the compiled extension, otherwise `formats.dequantize_reference`, which
+    gives the same bits. Raises ValueError if tensors do not match; the kernel RuntimeError.
     """
+    if out.is_cuda and load_extension():
+        torch.ops.zero_inference.dequantize_groups(*operands(weight), out)
+        return
     if out.dtype not in DTYPES or not out.is_contiguous():
         raise ValueError(f"out must be float16, bfloat16 or float32, contiguous; found {describe(out)}")
-    check_packed(codes, scale, minimum, bits, group_size, 1, out.numel(), out.dtype, out.device)
-    rows = out.detach().view(-1, group_size)
-    packed = codes.view(-1, group_size * bits // 8)
-    for start, stop in _chunks(rows.shape[0], group_size, out.device):
-        values = _unpack(packed[start:stop], bits)
-        values.mul_(scale[start:stop, None].float()).add_(minimum[start:stop, None].float())
-        rows[start:stop] = values
+    check_packed(weight, math.prod(out.shape[:-1]), out.shape[-1], out.device)
+    if out.numel():
+        dequantize_reference(weight, out)
+
+
+def operands(weight: QuantizedWeight) -> tuple[Any, ...]:
+    """Return `weight` as the arguments of our CUDA operators, `OPERANDS`."""
+    form = weight.format
+    tensors = weight.codes, weight.scales, weight.offsets, weight.row_scales
+    return *tensors, int(form.codes), form.group_size, form.group_rows, form.divides
+
+
+def weight_of(
+    codes: Tensor,
+    scale: Tensor | None,
+    offset: Tensor | None,
+    row_scale: Tensor | None,
+    codes_kind: int,
+    group_size: int,
+    group_rows: int,
+    divides: bool,
+) -> QuantizedWeight:
+    """Return the weight whose `operands` the arguments are."""
+    form = WeightFormat(
+        Codes(codes_kind),
+        group_size,
+        group_rows,
+        torch.float32 if scale is None else scale.dtype,
+        minima=offset is not None and offset.dtype != torch.uint8,
+        zero_points=offset is not None and offset.dtype == torch.uint8,
+        row_scales=row_scale is not None,
+        divides=divides,
+    )
+    return QuantizedWeight(form, codes, scale, offset, row_scale)
 
 
 class _Groups(NamedTuple):
@@ -284,16 +314,6 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     return codes.reshape(-1)
 
 
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack uint8 [groups, group_size * bits / 8] into float32 codes [groups, group_size]."""
-    if bits == 8:
-        return packed.float()
-    values = torch.empty(packed.shape[0], 2 * packed.shape[1], dtype=torch.float32, device=packed.device)
-    values[:, 0::2] = packed & 15
-    values[:, 1::2] = packed >> 4
-    return values
-
-
 def _chunks(groups: int, group_size: int, device: torch.device):
     """Yield (start, stop) of consecutive groups, as many as `device` should process at once."""
     step = max(1, (CUDA_CHUNK_NUMEL if device.type == "cuda" else CHUNK_NUMEL) // group_size)
@@ -309,36 +329,27 @@ def _check_scheme(bits: int, group_size: int) -> None:
 
 
 def check_packed(
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    weights: int | None = None,
+    weight: QuantizedWeight, rows: int, columns: int, device: torch.device, weights: int | None = None
 ) -> None:
-    """Raise ValueError unless codes, scale and minimum are those of a weight [rows, columns] in `dtype`, contiguous, on `device`.
+    """Raise ValueError unless the tensors of `weight` are those of a weight [rows, columns], contiguous, on `device`.
 
     Args:
-        weights: number of such weights, each a row of the tensors; None: one weight, in tensors of any shape.
+        weights: number of such weights, the first dimension of the tensors; None: one weight, in tensors of any shape.
     """
-    _check_scheme(bits, group_size)
-    if columns % group_size:
-        raise ValueError(f"rows of a weight must be whole groups of {group_size}, not {columns} elements")
-    groups = rows * (columns // group_size)
-    for name, tensor, expected, numel in (
-        ("codes", codes, torch.uint8, rows * columns * bits // 8),
-        ("scale", scale, dtype, groups),
-        ("minimum", minimum, dtype, groups),
-    ):
-        fits = tensor.numel() == numel if weights is None else tensor.shape == (weights, numel)
-        if tensor.dtype != expected or not fits or tensor.device != device or not tensor.is_contiguous():
-            size = f", {numel} elements" if weights is None else f" {[weights, numel]}"
+    form, found = weight.format, weight.tensors
+    if columns * form.bits % 8 or (weights is not None and rows % form.group_rows):
+        raise ValueError(f"a weight of {rows} x {columns} is not whole bytes of codes and whole {form.group_rows} rows")
+    expected = form.tensors((rows, columns))
+    for name in expected | found:
+        if name not in found or name not in expected:
+            raise ValueError(f"{name} {'are missing' if name in expected else 'have no place'} in a weight of {form}")
+        tensor, (shape, dtype) = found[name], expected[name]
+        numel = math.prod(shape) * (1 if weights is None else weights)
+        fits = tensor.numel() == numel and (weights is None or tensor.shape[:1] == (weights,))
+        if tensor.dtype != dtype or not fits or tensor.device != device or not tensor.is_contiguous():
+            size = f", {numel} elements" if weights is None else f" {[weights, math.prod(shape)]}"
             raise ValueError(
-                f"{name} must be {expected}{size}, contiguous, on {device}, for a weight of {rows} x {columns}; found {describe(tensor)}"
+                f"{name} must be {dtype}{size}, contiguous, on {device}, for a weight of {rows} x {columns}; found {describe(tensor)}"
             )
 
 

@@ -125,7 +125,7 @@ class _ThinModel:
         config = self.plan.job.config
         return EngineOverhead(
             engine=config.engine,
-            quant_bits=config.quant_bits,
+            quant_bits=self.plan.job.quant_bits,
             kv_offload=config.kv_offload,
             resident=self.resident,
             load_s=baseline.load_s,
@@ -144,7 +144,7 @@ class _ThinModel:
             return self.plan.engine_plan.measure_dequantized_gb_per_s(torch.float16) if self.plan.job.on_gpu else None
         except Exception as error:  # also of compilers
             config = self.plan.job.config
-            print(f"{config.engine}, {config.quant_bits} bits, float16: {error}", file=sys.stderr)
+            print(f"{config.engine}, {self.plan.job.quant_bits} bits, float16: {error}", file=sys.stderr)
             return None
 
     def fastest_s(self, warmup: int) -> tuple[float, float]:
@@ -209,7 +209,7 @@ def _load_or_print(
         job, terms = plan.job, plan.engine_plan.cost_terms
         step = job.empty_model.traced_pass(job.spec, 1, job.config.prompt_len)  # while the model is empty
         assert step is not None, "a Llama runs on the meta device"
-        dequantizes = job.config.quantized and 0 < terms.fused_rows < job.config.prompt_len
+        dequantizes = job.quantized and 0 < terms.fused_rows < job.config.prompt_len
         loaded, load_s, _ = stack.enter_context(loaded_model(plan, Progress(enabled=False), compared=False))
     except (UsageError, RunError, RuntimeError) as error:
         print(f"{engine}, {bits} bits: {error}", file=sys.stderr)

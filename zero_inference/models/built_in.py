@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ class Preset:
     aliases: list[str]
     source: str  # where the numbers come from
     config: dict[str, Any]  # arguments of its transformers config
-    quantization: str = ""  # `quant_method` of the published weights; empty if they are not quantized
+    quantization: dict[str, Any] = field(
+        default_factory=dict
+    )  # of its config.json; empty if the weights are not quantized
 
     def to_config(self) -> Any:
         from transformers import AutoConfig

@@ -7,36 +7,30 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zero_inference.errors import RunError, UsageError, is_out_of_memory
+from zero_inference.models.checkpoint_formats import INSTEAD, CheckpointFormat, StoredWeight
+from zero_inference.models.checkpoint_formats.base import FP8, Parts, dtype_and_shape
 from zero_inference.utils.format import first_line
 
-SCALE_SUFFIX = "_scale_inv"  # suffix of the weight's key
-INSTEAD = "use the checkpoint in bfloat16 or float16 (--quant-bits 8 or 4 stores it smaller)"
 # Names of dtypes in safetensors and in torch.
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
-SCALE_DTYPES = FLOAT_DTYPES | {"F8_E8M0", "float8_e8m0fnu"}
-FLOAT8_DTYPES = {"F8_E4M3", "float8_e4m3fn"}
-# By code, in float32: a look-up is twice as fast on a core as torch's conversion (0.57 and 0.28 G values/s).
-FLOAT8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-# Values of a `quantization_config` with quant_method fp8 that are read; the first is the default.
-FP8 = {"activation_scheme": ("dynamic",), "expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3", "float8_e4m3fn")}
 
 
-class BlockScales(NamedTuple):
-    """Rows and columns of the blocks of a float8 matrix that share a scale; blocks at its edges may be smaller."""
-
-    rows: int
-    columns: int
+QUANT_CONFIG = "hf_quant_config.json"  # ModelOpt's, beside config.json
 
 
-def pop_quantization_config(config: Any) -> dict[str, Any] | None:
-    """Remove the quantization config from a transformers config, which then describes the plain model, and return it."""
+def pop_quantization_config(config: Any, folder: Path | None) -> dict[str, Any] | None:
+    """Remove the quantization config from a transformers config, which then describes the plain model, and return it.
+
+    If it has none, that of ModelOpt in the checkpoint's `folder` is read. Raises RunError if that is damaged.
+    """
     found = None
     for part in (config, config.get_text_config(decoder=True)):
         for name in ("quantization_config", "compression_config", "quantization"):
@@ -45,94 +39,17 @@ def pop_quantization_config(config: Any) -> dict[str, Any] | None:
             if value and isinstance(value, dict):
                 found = found or value
                 delattr(part, name)
+    if found is None and folder is not None and (path := folder / QUANT_CONFIG).is_file():
+        with _damage_as_run_error(path, "no quantization config"):
+            found = json.loads(path.read_bytes())
+            found["quantization"]["quant_algo"]  # a KeyError if it is another file
     return found
 
 
-def read_block_scales(name: str, quantization: dict[str, Any]) -> BlockScales:
-    """Return the block size of checkpoint `name` by its quantization config. Raises UsageError for another format."""
-    bitsandbytes = "bitsandbytes" if "load_in_8bit" in quantization else None
-    method = quantization.get("quant_method") or bitsandbytes or "its config.json names no method"
-    size = quantization.get("weight_block_size", (128, 128))
-    unread = []
-    if method != "fp8":
-        unread.append((method, "fp8 with block scales"))
-    for key, readable in FP8.items():
-        if (quantization.get(key) or readable[0]) not in readable:
-            unread.append((f"fp8 with {key} {quantization[key]!r}", repr(readable[0])))
-    if not isinstance(size, list | tuple) or [type(side) for side in size] != [int, int] or min(size) < 1:
-        unread.append((f"fp8 with weight_block_size {size!r}", "blocks of [rows, columns]"))
-    if unread:
-        found, expected = unread[0]
-        raise UsageError(
-            f"--model {name}: its weights are quantized ({found}), and only {expected} is read; {INSTEAD}."
-        )
-    return BlockScales(*size)
-
-
-def dequantize_tensors(
-    tensors: dict[str, Any], blocks: BlockScales | None, dtype: torch.dtype, folder: Any
-) -> dict[str, Any]:
-    """Return `tensors` (torch's or safetensors slices) with float8 weights that become `dtype` when indexed, and without their scales.
-
-    Raises RunError if a weight is no plain float and has no scale, a scale has no float8 weight, or it has another shape.
-    """
-    plain = {}
-    for key, tensor in tensors.items():
-        stored, shape = _dtype_and_shape(tensor)
-        if blocks and key.endswith(SCALE_SUFFIX):
-            weight = key.removesuffix(SCALE_SUFFIX)
-            found = _dtype_and_shape(tensors[weight])[0] if weight in tensors else "not in the checkpoint"
-            if found not in FLOAT8_DTYPES:
-                raise RunError(
-                    f"{folder}: {key} scales {weight}, a float8 weight, but that is {found}; fetch it again."
-                )
-        elif blocks and stored in FLOAT8_DTYPES:
-            if key + SCALE_SUFFIX not in tensors:
-                raise RunError(f"{folder}: {key} is stored as {stored} and has no {key}{SCALE_SUFFIX}; fetch it again.")
-            scales = tensors[key + SCALE_SUFFIX]
-            scale_dtype, scale_shape = _dtype_and_shape(scales)
-            counts = (-(-size // side) for size, side in zip(shape[-2:], blocks))  # of blocks
-            expected = [*shape[:-2], *counts] if len(shape) > 1 else None
-            if scale_shape != expected or scale_dtype not in SCALE_DTYPES:
-                raise RunError(
-                    f"{folder}: {key}{SCALE_SUFFIX} is {scale_dtype} of shape {scale_shape}, and {key} of shape {shape} in "
-                    f"blocks of {blocks.rows} x {blocks.columns} needs floats of shape {expected}."
-                )
-            plain[key] = _Dequantized(tensor, scales, blocks, dtype, shape)
-        elif stored not in FLOAT_DTYPES and (key.endswith("weight") or "F8" in stored or "float8" in stored):
-            raise RunError(f"{folder}: {key} is stored as {stored}, quantized in an unsupported format; {INSTEAD}.")
-        else:
-            plain[key] = tensor
-    return plain
-
-
 def integer_keys(tensors: dict[str, Any]) -> list[str]:
-    """Return the keys of the `dequantize_tensors` that hold integers or booleans: masks and positions, never weights."""
-    plain = {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, _Dequantized)}
-    return [key for key, tensor in plain.items() if _dtype_and_shape(tensor)[0] not in FLOAT_DTYPES]
-
-
-def _dtype_and_shape(tensor: Any) -> tuple[str, list[int]]:
-    if torch.is_tensor(tensor):
-        return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    return tensor.get_dtype(), list(tensor.get_shape())
-
-
-class _Dequantized:
-    """A float8 weight [..., out, in] with its scales; indexing it reads them and returns values in `dtype`."""
-
-    def __init__(self, weight: Any, scales: Any, blocks: BlockScales, dtype: torch.dtype, shape: list[int]):
-        self.weight, self.scales, self.blocks, self.dtype, self.shape = weight, scales, blocks, dtype, shape
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Multiply in float32, one row of blocks at a time, so that only this is in memory beside the result."""
-        scales = self.scales[...].float()
-        values = torch.empty(self.shape, dtype=self.dtype)
-        for number, start in enumerate(range(0, self.shape[-2], self.blocks.rows)):
-            rows = slice(start, start + self.blocks.rows)
-            by_column = scales[..., number, :].repeat_interleave(self.blocks.columns, -1)[..., None, : self.shape[-1]]
-            values[..., rows, :] = FLOAT8_VALUES.take(self.weight[..., rows, :].view(torch.uint8).long()) * by_column
-        return values[index]
+    """Return the keys of `Shards.open` that hold integers or booleans: masks and positions, never weights."""
+    plain = {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, StoredWeight)}
+    return [key for key, tensor in plain.items() if dtype_and_shape(tensor)[0] not in FLOAT_DTYPES]
 
 
 # The weights in one file, or the index that names their shards. If a checkpoint has several, the first is used.
@@ -211,47 +128,81 @@ def _damage_as_run_error(path: Path, what: str) -> Iterator[None]:
 
 
 class Shards:
-    """The tensors of a checkpoint folder; float8 weights are dequantized to `dtype`."""
+    """The tensors of a checkpoint folder, by the keys of the weights: those of one that is quantized are one `StoredWeight`.
 
-    def __init__(self, folder: Path, fp8_blocks: BlockScales | None, dtype: Any):
-        self.folder, self._blocks, self._dtype = folder, fp8_blocks, dtype
-        self.file_of: dict[str, Path] = {}  # by key
+    Args:
+        format: of the quantized weights; None where there are none.
+        dtype: of the values of quantized weights.
+    """
+
+    def __init__(self, folder: Path, format: CheckpointFormat | None, dtype: torch.dtype):
+        self.folder, self.format, self.dtype = folder, format, dtype
+        file_of: dict[str, Path] = {}
         paths, index = find_shards(folder)
         for path in paths:
             with ExitStack() as files:
                 for key in _open(path, files):
                     listed = folder / index[key] if key in index else None
-                    if key in self.file_of and listed not in (path, self.file_of[key]):
+                    if key in file_of and listed not in (path, file_of[key]):
                         raise RunError(
-                            f"{folder}: {key} is in {self.file_of[key].name} and in {path.name}, and no index says "
+                            f"{folder}: {key} is in {file_of[key].name} and in {path.name}, and no index says "
                             "which one to use; fetch the checkpoint again."
                         )
-                    if key not in self.file_of or listed == path:
-                        self.file_of[key] = path
+                    if key not in file_of or listed == path:
+                        file_of[key] = path
+        self._file_of = file_of
+        # weight -> part -> key of quantized weights
+        self.quantized = {} if format is None else format.group_keys(file_of)
+        parts = {key for keys in self.quantized.values() for key in keys.values()}
+        ignored = () if format is None else format.ignored
+        plain = (key for key in file_of if key not in parts and not key.endswith(ignored))
+        self.keys = dict.fromkeys((*plain, *self.quantized))  # of weights and all other tensors
+
+    def _tensor_keys(self, key: str) -> list[str]:
+        return [*self.quantized[key].values()] if key in self.quantized else [key]
 
     @contextmanager
     def open(self, keys: list[str]) -> Iterator[dict[str, Any]]:
-        """Yield key -> tensor, read when it is indexed. Files are closed afterwards: mapped pages count as memory of the process."""
-        with ExitStack() as files:
-            readers = {path: _open(path, files) for path in dict.fromkeys(self.file_of[key] for key in keys)}
-            tensors = {key: readers[self.file_of[key]][key]() for key in keys}
-            yield dequantize_tensors(tensors, self._blocks, self._dtype, self.folder)
+        """Yield key -> tensor, read when it is indexed. Files are closed afterwards: mapped pages count as memory of the process.
 
-    def with_scale(self, key: str) -> list[str]:
-        """Return `key` and the key of its scales, those of them that the checkpoint has."""
-        return [found for found in (key, key + SCALE_SUFFIX) if found in self.file_of]
+        Raises RunError for a quantized weight whose tensors do not fit each other, or that is of another format than the checkpoint.
+        """
+        with ExitStack() as files:
+            paths = dict.fromkeys(self._file_of[each] for key in keys for each in self._tensor_keys(key))
+            readers = {path: _open(path, files) for path in paths}
+            found: dict[str, Any] = {}
+            for key in keys:
+                tensors = {each: readers[self._file_of[each]][each]() for each in self._tensor_keys(key)}
+                found[key] = self._stored(key, tensors) if key in self.quantized else self._plain(key, tensors[key])
+            yield found
+
+    def _stored(self, key: str, tensors: dict[str, Any]) -> StoredWeight:
+        assert self.format is not None
+        keys = self.quantized[key]
+        by_part = {part: tensors[each] for part, each in keys.items()}
+        parts = Parts(self.folder, key, self.format.part_keys(key) | keys, by_part)
+        return replace(self.format.weight(parts), dtype=self.dtype)
+
+    def _plain(self, key: str, tensor: Any) -> Any:
+        dtype = dtype_and_shape(tensor)[0]
+        if dtype in FLOAT_DTYPES or not (key.endswith("weight") or "F8" in dtype or "float8" in dtype):
+            return tensor
+        missing = self.format.part_keys(key).get("scales") if self.format is not None else None
+        if missing is not None and dtype in FP8:
+            raise RunError(f"{self.folder}: {key} is stored as {dtype} and has no {missing}; fetch it again.")
+        raise RunError(f"{self.folder}: {key} is stored as {dtype}, quantized in an unsupported format; {INSTEAD}.")
 
     def layers(self) -> list[list[str]]:
         """Return all keys, grouped by the first number in them, which is the layer's; keys without a number come first."""
         groups: dict[int, list[str]] = {}
-        for key in self.file_of:
+        for key in self.keys:
             number = re.search(r"(?:^|\.)(\d+)\.", key)
             groups.setdefault(int(number.group(1)) if number else -1, []).append(key)
         return [groups[number] for number in sorted(groups)]
 
     def check_complete(self, keys: list[str]) -> None:
         """Raise RunError for a truncated file: reading it through a memory map would end the process with a bus error."""
-        for path in {self.file_of[key] for key in keys}:
+        for path in {self._file_of[each] for key in keys for each in self._tensor_keys(key)}:
             if path.suffix == ".safetensors":
                 with open(path, "rb") as file:
                     header_bytes = int.from_bytes(file.read(8), "little")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.built_in import find_preset, similar_presets
-from zero_inference.models.checkpoint_files import WEIGHT_FILES, find_shards, has_tokenizer, read_index
+from zero_inference.models.checkpoint_files import QUANT_CONFIG, WEIGHT_FILES, find_shards, has_tokenizer, read_index
 from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import current_progress, is_reporting
 
@@ -93,7 +93,7 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
         unreachable = _why_unreachable(name)
         with _hub_errors(asked, name, "its config.json", unreachable):
             # not hf_hub_download, which retries a dead network
-            folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
+            folder = Path(snapshot_download(name, allow_patterns=["config.json", QUANT_CONFIG]))
             if not (folder / "config.json").is_file():
                 _need_listing(name, folder.name)
                 raise UsageError(

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zero_inference.config.option import STORED
 from zero_inference.config.run_config import RunConfig
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.models.built_in import SMOLLM2, Preset, find_preset, similar_presets, smollm2_checkpoint
-from zero_inference.models.checkpoint_files import (
-    BlockScales,
-    errors_as,
-    has_tokenizer,
-    pop_quantization_config,
-    read_block_scales,
-)
+from zero_inference.models.checkpoint_files import errors_as, find_shards, has_tokenizer, pop_quantization_config
+from zero_inference.models.checkpoint_formats import CheckpointFormat, checkpoint_format
 from zero_inference.models.hub import Snapshot, open_snapshot
 
 # Bounds of sizes in a config.json: far beyond any model, and small enough to be counted and laid out within seconds.
@@ -47,7 +44,9 @@ class ModelSpec:
     dtype: torch.dtype
     dummy: bool
     trust_remote_code: bool = False
-    fp8_blocks: BlockScales | None = None
+    checkpoint_format: CheckpointFormat | None = (
+        None  # of a quantized checkpoint, or of the random weights in its place
+    )
     dummy_routing: str | None = None  # text or greedy, see `models.weights`; None without dummy experts
 
     @property
@@ -65,6 +64,21 @@ class ModelSpec:
     @property
     def max_positions(self) -> int | None:
         return max_positions(self.config)
+
+    def kept_format(self, config: RunConfig) -> CheckpointFormat | None:
+        """Return the format of the weights that a run keeps as the checkpoint stores them; None if it converts them."""
+        return self.checkpoint_format if config.keeps_stored else None
+
+    @property
+    def weights_are_here(self) -> bool:
+        """Whether all files of the weights are in a local folder."""
+        folder = self.folder or (self.snapshot.folder if self.snapshot is not None else None)
+        if self.dummy or folder is None:
+            return False
+        with suppress(RunError):  # missing or damaged: loading says so
+            find_shards(folder)
+            return True
+        return False
 
     def checkpoint_folder(self) -> Path:
         """Return the local folder with the weights, fetched from the hub if need be. Raises UsageError if they cannot be fetched."""
@@ -94,10 +108,18 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     """Find the model that `config` names; on device_type 'cpu' `--dtype auto` is bfloat16. Raises UsageError if it cannot be used."""
     source = _locate(config)
     if isinstance(source, Preset):
-        model_config = source.to_config()
+        model_config, folder = source.to_config(), None
     else:
-        model_config = _load_config(source.folder if isinstance(source, Snapshot) else source, config)
-    quantization = pop_quantization_config(model_config)
+        folder = source.folder if isinstance(source, Snapshot) else source
+        model_config = _load_config(folder, config)
+    quantization = source.quantization if isinstance(source, Preset) else pop_quantization_config(model_config, folder)
+    checkpoint = None
+    with suppress(UsageError) if config.dummy else nullcontext():  # random weights may be of any format
+        checkpoint = checkpoint_format(config.model, quantization) if quantization else None
+    if config.quant_bits == STORED and checkpoint is None:
+        raise UsageError(
+            f"--quant-bits {STORED}: the weights of {config.model} are not quantized; use --quant-bits 8 or 4 to quantize them, or drop it."
+        )
     is_mixture = count_experts(model_config.get_text_config(decoder=True))[0] > 0
     return ModelSpec(
         name=config.model,
@@ -107,7 +129,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if quantization else torch.float16),
         dummy=config.dummy,
         trust_remote_code=config.trust_remote_code,
-        fp8_blocks=read_block_scales(config.model, quantization) if quantization and not config.dummy else None,
+        checkpoint_format=checkpoint,
         dummy_routing=config.dummy_routing if config.dummy and is_mixture else None,
     )
 
@@ -145,18 +167,6 @@ def resolve_for_plan(config: RunConfig, device_type: str) -> ModelSpec:
     """Find the model for a plan, which reads no weights: presets need neither a network nor access to a gated repository."""
     known = find_preset(config.model) is not None and not Path(os.path.expanduser(config.model)).is_dir()
     return resolve_model(replace(config, dummy=True) if known else config, device_type)
-
-
-def checkpoint_refusal(model: str, dummy: bool) -> str | None:
-    """Return a sentence why the published weights of a preset cannot be read; None if they can, or none are needed."""
-    preset = None if dummy or os.path.isdir(os.path.expanduser(model)) else find_preset(model)
-    if preset is None or not preset.quantization:
-        return None
-    try:
-        read_block_scales(preset.name, {"quant_method": preset.quantization})
-    except UsageError as error:
-        return f"{error} --dummy plans and runs random weights of its shape."
-    return None
 
 
 def load_tokenizer(spec: ModelSpec):

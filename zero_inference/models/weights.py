@@ -13,20 +13,23 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero_inference.errors import RunError
-from zero_inference.models.checkpoint_files import INSTEAD, Shards, errors_as, integer_keys, shorten_names
+from zero_inference.kernels.formats import QuantizedWeight, WeightFormat, dequantize_reference
+from zero_inference.models.checkpoint_files import Shards, errors_as, integer_keys, shorten_names
+from zero_inference.models.checkpoint_formats import INSTEAD, StoredWeight
 from zero_inference.models.empty_model import parameter_names, set_tensor
 from zero_inference.models.layers import find_layers
 from zero_inference.models.spec import ModelSpec
+from zero_inference.models.stored_weights import draw_stored, parameter_of_key, read_stored
 
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
@@ -34,11 +37,20 @@ OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_
 MULTI_TOKEN = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config for multi-token prediction
 TRIMMED_BYTES = 64 << 20  # of dummy weights between two `return_free_memory`: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
+AdoptStored = Callable[[str, QuantizedWeight], None]
+Formats = Mapping[str, tuple[WeightFormat, bool]]  # of `stored_formats`
 _observers: list[Adopt] = []  # of `observe_loading`
 
 REPEATED = 0.6  # share of drawn tokens that repeat one of the last `RECENT` of their sequence
 RECENT = 6
 WEIGHT_STD = 0.02  # the init of GPT-2, OPT and Llama; keeps 16-bit activations finite through every preset
+
+
+class Keep(NamedTuple):
+    """Weights that an engine keeps as the checkpoint stores them."""
+
+    formats: Formats
+    adopt: AdoptStored  # gets each with the name of its parameter
 
 
 def load_weights(
@@ -48,11 +60,15 @@ def load_weights(
     device: torch.device,
     adopt: Adopt,
     progress: Callable[[int], None] = lambda done: None,
+    keep: Keep | None = None,
 ) -> None:
     """Give every parameter of an empty model its values in its dtype, and pass each to `adopt(name, parameter)` once.
 
     `adopt` moves, quantizes or partitions it in place; `progress` gets its bytes. Dummy weights are drawn on `device`, others come in
     host memory. Raises RunError for a damaged file, a missing parameter, or a tensor of another shape or an unknown format.
+
+    Args:
+        keep: weights that are kept as the checkpoint stores them, instead; their parameters become empty.
     """
 
     def take(name: str, parameter: nn.Parameter) -> None:
@@ -61,11 +77,27 @@ def load_weights(
             each(name, parameter)
         progress(nbytes)
 
+    def take_stored(name: str, weight: QuantizedWeight) -> None:
+        assert keep is not None
+        plain, transposed = model.get_parameter(name), keep.formats[name][1]
+        if _observers:
+            values = torch.empty(
+                plain.mT.shape if transposed else plain.shape, dtype=plain.dtype, device=weight.codes.device
+            )
+            dequantize_reference(weight, values)
+            for observe in _observers:
+                observe(name, nn.Parameter(values.mT if transposed else values, requires_grad=False))
+        keep.adopt(name, weight)
+        progress(sum(each.nbytes for each in weight.tensors.values()))
+        empty = nn.Parameter(torch.empty(0, dtype=plain.dtype, device=device), requires_grad=False)
+        set_tensor(model, [name], empty)  # until its block is called
+
+    kept = {} if keep is None else keep.formats
     if spec.dummy:
         std = embedding_std(spec.text_config) if spec.dummy_routing == "text" else WEIGHT_STD
-        _draw_weights(model, seed, device, take, std)
+        _draw_weights(model, seed, device, take, std, kept, take_stored)
     else:
-        _read_weights(model, spec, take)
+        _read_weights(model, spec, take, kept, take_stored)
     model.tie_weights()
 
 
@@ -79,7 +111,15 @@ def observe_loading(observe: Adopt) -> Iterator[None]:
         _observers.remove(observe)
 
 
-def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, std_of_embeddings: float) -> None:
+def _draw_weights(
+    model,
+    seed: int,
+    device: torch.device,
+    adopt: Adopt,
+    std_of_embeddings: float,
+    kept: Formats,
+    adopt_stored: AdoptStored,
+) -> None:
     untrimmed_bytes = 0  # of drawn weights since `return_free_memory` was called
     # a checkpoint's own code may lack get_input_embeddings
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
@@ -89,6 +129,11 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, std_of_e
         if untrimmed_bytes >= TRIMMED_BYTES:
             return_free_memory()
             untrimmed_bytes = parameter.nbytes
+        if name in kept:
+            form, transposed = kept[name]
+            shape = tuple(parameter.mT.shape if transposed else parameter.shape)
+            adopt_stored(name, draw_stored(form, shape, WEIGHT_STD, _seeded(f"{seed}:{name}".encode(), device)))
+            continue
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         fill_dummy(values, name, seed, std_of_embeddings if parameter is embedding else WEIGHT_STD)
         drawn = nn.Parameter(values, requires_grad=False)
@@ -99,10 +144,10 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, std_of_e
     return_free_memory()
 
 
-def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
+def _read_weights(model, spec: ModelSpec, adopt: Adopt, kept: Formats, adopt_stored: AdoptStored) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    shards = Shards(spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype)
+    shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
     mapping = get_model_conversion_mapping(model)
     ties = _resolve_ties(model, shards, mapping)
     adopted: set[int] = set()
@@ -110,8 +155,17 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
     for keys in shards.layers():
         shards.check_complete(keys)
         with shards.open(keys) as tensors:
-            missing, unexpected = _convert_tensors(model, tensors, mapping, spec.dtype, shards.folder)
-        del tensors
+            stored = _take_stored(model, tensors, kept)
+            missing, unexpected = _read_plain(model, tensors, mapping, spec.dtype, shards.folder)
+
+            def convert(parts: dict[str, Any]) -> None:
+                _convert_tensors(model, parts, mapping, spec.dtype, shards.folder)
+
+            for name, weight in read_stored(model, stored, kept, convert).items():
+                adopt_stored(name, weight)
+                adopted.add(id(model.get_parameter(name)))
+        missing -= {name for name, _ in stored.values()}
+        del tensors, stored
         unset &= missing
         unused += [key for key in unexpected if not _is_announced(key, model, spec)]
         for names in ties:  # put what was read under one name under the others
@@ -133,6 +187,13 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
     for names, problem in ((buffers, "initial values stay, no tensor for"), (unused, "ignored, no parameter for")):
         if names and not (dist.is_initialized() and dist.get_rank()):
             logger.warning("warning: %s: %s %s.", shards.folder, problem, shorten_names(names))
+
+
+def _take_stored(model, tensors: dict[str, Any], kept: Formats) -> dict[str, tuple[str, StoredWeight]]:
+    """Move the weights that are `kept` out of `tensors`; return checkpoint key -> (parameter, weight)."""
+    quantized = [key for key, tensor in tensors.items() if isinstance(tensor, StoredWeight)] if kept else []
+    names = parameter_of_key(model, quantized)
+    return {key: (name, tensors.pop(key)) for key, name in names.items() if name in kept}
 
 
 def _is_announced(key: str, model, spec: ModelSpec) -> bool:
@@ -161,16 +222,16 @@ def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
     """Return the names of each parameter that stays tied; those with different tensors in the checkpoint are untied."""
     ties = []
     tied = [names for names in parameter_names(model).values() if len(names) > 1]
-    stored_as = _checkpoint_keys(model, mapping, shards.file_of, {name for names in tied for name in names})
+    stored_as = _checkpoint_keys(model, mapping, shards.keys, {name for names in tied for name in names})
     for names in tied:
         # in the model's order: the others are tied to its first name
         first, *others = [stored_as[name] for name in names if name in stored_as] or [""]
-        with shards.open([stored for key in (first, *others) for stored in shards.with_scale(key)]) as tensors:
+        with shards.open([key for key in (first, *others) if key]) as tensors:
             equal = all(torch.equal(tensors[first][:], tensors[key][:]) for key in others)
         if equal:
             ties.append(names)
-            for stored in [stored for key in others for stored in shards.with_scale(key)]:
-                del shards.file_of[stored]
+            for key in others:
+                del shards.keys[key]
         else:
             model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False
             for name in names[1:]:
@@ -200,10 +261,8 @@ def _checkpoint_keys(model, mapping: list, keys: Iterable[str], wanted: set[str]
     return found
 
 
-def _convert_tensors(
-    model, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path
-) -> tuple[set[str], list[str]]:
-    """Read some tensors into the model; return names that were not among them, and keys that the model unexpectedly does not use."""
+def _convert_tensors(model, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path) -> Any:
+    """Read some tensors into the model, and return transformers' information about them. Raises RunError for another shape."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging as transformers_logging
@@ -213,6 +272,22 @@ def _convert_tensors(
     load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
     with errors_as(RunError, f"{folder}: the checkpoint cannot be read", "; fetch it again."):
         info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
+    for name, found, expected in sorted(info.mismatched_keys):
+        raise RunError(
+            f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
+        )
+    for name, reason in info.conversion_errors.items():
+        raise RunError(
+            f"{folder}: {name} cannot be converted ({(str(reason).strip() or repr(reason)).splitlines()[-1]})."
+        )
+    return info
+
+
+def _read_plain(
+    model, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path
+) -> tuple[set[str], list[str]]:
+    """Read some tensors into the model; return names that were not among them, and keys that the model unexpectedly does not use."""
+    info = _convert_tensors(model, tensors, mapping, dtype, folder)
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     for key in set(integer_keys(tensors)) - set(info.unexpected_keys):
         if key.rpartition(".")[2] not in buffers and not OUTDATED_BUFFERS.search(key):
@@ -226,14 +301,6 @@ def _convert_tensors(
                 f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
                 f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
             )
-    for name, found, expected in sorted(info.mismatched_keys):
-        raise RunError(
-            f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
-        )
-    for name, reason in info.conversion_errors.items():
-        raise RunError(
-            f"{folder}: {name} cannot be converted ({(str(reason).strip() or repr(reason)).splitlines()[-1]})."
-        )
     return info.missing_keys, unexpected
 
 

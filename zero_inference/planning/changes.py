@@ -76,7 +76,7 @@ def _changes(job: Job) -> list[Fields]:
     if config.engine == "stream" and config.cpu_share != 0:  # CPU-computed experts are cached on the device as well
         changes.append({"cpu_compute": "off", "cpu_threads": None})
     if config.engine in QUANTIZING_ENGINES:
-        changes += [{"quant_bits": bits} for bits in (8, 4) if bits < config.quant_bits]
+        changes += [{"quant_bits": bits} for bits in (8, 4) if bits < job.quant_bits]
     rank_batch = config.batch_size // ranks
     while rank_batch := rank_batch // 2:
         changes.append({"batch_size": rank_batch * ranks})
@@ -160,7 +160,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
         for engine in ("stream", "resident")
         if engine != config.engine
     ]
-    bits = [engine | {"quant_bits": n} for engine in ({}, *engines) for n in QUANT_BITS if n < config.quant_bits]
+    bits = [engine | {"quant_bits": n} for engine in ({}, *engines) for n in QUANT_BITS if n < plan.job.quant_bits]
     batches = [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size]
     if goal == "latency" or config.prompt or config.prompts:
         batches = []

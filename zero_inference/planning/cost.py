@@ -146,7 +146,7 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
     Raises NotPredictable: a rate is missing, or the model cannot be traced without weights."""
     job, config = plan.job, plan.job.config
     lacks_overhead = not plan.cost_terms.overhead_negligible and _overhead(plan, machine) is None
-    if lacks_overhead and config.quantized and not job.on_gpu:  # dequantizing takes the most time there
+    if lacks_overhead and job.quantized and not job.on_gpu:  # dequantizing takes the most time there
         raise NotPredictable(f"how long {config.engine} takes to dequantize on a CPU was not measured")
     one_token = job.empty_model.traced_pass(job.spec, 1, config.prompt_len + config.gen_len // 2)
     prompt = job.empty_model.traced_pass(job.spec, config.prompt_len, 0)
@@ -172,7 +172,7 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
 
 
 def _overhead(plan: EnginePlan, machine: HardwareProfile) -> EngineOverhead | None:
-    return find_engine_overhead(machine, plan.job.config.engine, plan.job.config.quant_bits)
+    return find_engine_overhead(machine, plan.job.config.engine, plan.job.quant_bits)
 
 
 def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill: bool) -> PassTime:
@@ -287,7 +287,7 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
     )
     if launches:
         model_s = traced.launches * launches.operator_s + traced.module_calls * launches.module_s
-        if prefill and job.config.quantized and 0 < terms.fused_rows < job.rank_batch * job.config.prompt_len:
+        if prefill and job.quantized and 0 < terms.fused_rows < job.rank_batch * job.config.prompt_len:
             # an operator that dequantizes counts as the mean of the others, as in `EngineOverhead.prefill_piece_s`
             model_s *= 1 + traced.products_in_layers / max(1, traced.launches)
         if prefill:
@@ -322,10 +322,10 @@ def weight_times(
         codes, dequantized first   (ratio + 1) b / M + b / P(n)  written once and read once
         by the engine's operator   b / R + b / P(n) - b / P(1)
     """
-    job, config, terms, dtype = plan.job, plan.job.config, plan.cost_terms, plan.job.spec.dtype_name
-    layer_format = f"int{config.quant_bits}" if config.quantized else dtype
+    job, terms, dtype = plan.job, plan.cost_terms, plan.job.spec.dtype_name
+    layer_format = f"int{job.quant_bits}" if job.quantized else dtype
     memory_gb_per_s = machine.device_gb_per_s or math.inf
-    device_codes, fused = config.quantized and job.on_gpu, config.quantized and tokens <= terms.fused_rows
+    device_codes, fused = job.quantized and job.on_gpu, job.quantized and tokens <= terms.fused_rows
     if terms.quantizes_all:
         ratio = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
     else:
@@ -478,7 +478,8 @@ def predict_load_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:
         to_device = machine.pageable_link_gb_per_s if job.on_gpu else None
         source_gb_per_s = 1 / (1 / machine.disk_gb_per_s + (1 / to_device if to_device else 0.0))
     parameter_bytes = job.sizes.parameter_bytes
-    parts = [parameter_bytes / source_gb_per_s, plan.footprint.host / rates.keep_gb_per_s]
+    source_bytes = plan.weight_bytes if job.spec.kept_format(config) else parameter_bytes
+    parts = [source_bytes / source_gb_per_s, plan.footprint.host / rates.keep_gb_per_s]
     if config.quantized:
         int8 = config.quant_bits == 8
         parts.append(parameter_bytes / (rates.quantize_int8_gb_per_s if int8 else rates.quantize_int4_gb_per_s))

@@ -15,7 +15,6 @@ from typing import Any
 from zero_inference.config.run_config import non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.models.spec import checkpoint_refusal
 from zero_inference.planning import search
 from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit, faster_than, what_does_not_fit
 from zero_inference.planning.cost import Times, seconds_in_words
@@ -81,7 +80,6 @@ def _answer_in_json(args: argparse.Namespace, found: SearchResult, verdict: str)
             "because": search.why_not_predicted(found.unknown) or None,
             "configurations": rows[fitting:],
         },
-        "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
     }
 
 
@@ -118,7 +116,7 @@ def row_of(plan: Plan, times: Times | None) -> dict[str, Any]:
     total_s = times and times.prefill.seconds + (config.gen_len - 1) * times.step.seconds
     return {
         "engine": config.engine,
-        "quant_bits": config.quant_bits,
+        "quant_bits": plan.job.quant_bits,
         "gpus": plan.job.num_gpus if plan.job.on_gpu else 0,
         "weights": plan.short_placement,
         "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
@@ -178,7 +176,7 @@ def draw(candidates: Sequence[Plan], path: Path, title: str) -> None:
         return [1e3 * each.times.step.seconds for each in group], [each.tokens_per_s for each in group]
 
     def kind(each: Plan) -> str:
-        return f"{each.job.config.engine}, {each.job.config.quant_bits} bits, {each.job.num_gpus} GPUs"
+        return f"{each.job.config.engine}, {each.job.format_name}, {each.job.num_gpus} GPUs"
 
     for label in dict.fromkeys(map(kind, candidates)):
         axes.scatter(*points([each for each in candidates if kind(each) == label]), label=label, s=28)
@@ -238,12 +236,12 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     weights = f"{format_bytes(job.sizes.parameter_bytes)} in {job.spec.dtype_name}"
     if plan is not None:
         rows += [(need.place, need.in_words()) for need in without_page_locked(plan.needs)]
-        if config.quantized:
-            weights = f"{format_bytes(plan.engine_plan.weight_bytes)} in int{config.quant_bits} ({weights})"
+        if job.quantized:
+            weights = f"{format_bytes(plan.engine_plan.weight_bytes)} in {job.format_name} ({weights})"
         weights += f"; {plan.engine_plan.describe_location()}"
     place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
     cache = f"{format_bytes(log_sizes(job)['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"
-    rows += [("weights", weights), ("KV cache", cache)]
+    rows += [("weights", weights), ("", job.conversion or ""), ("KV cache", cache)]
     if plan is not None:
         rows += plan.describe_gpus()
         rows += [("decode", line) for line in plan.engine_plan.in_words()] + [("experts", plan.unchosen_experts or "")]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, OPTIONS, SHORT_DTYPES
+from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, OPTIONS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress
@@ -207,8 +207,9 @@ class Plan:
     def describe(self, work: bool = False) -> str:
         """Return a text such as "stream int4, 56% host (CPU 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
         config, gpus = self.job.config, self.job.num_gpus
-        stored = f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[self.job.spec.dtype_name]
-        text = f"{config.engine} {stored}, {self.short_placement}{', KV host' if config.kv_offload else ''}"
+        text = (
+            f"{config.engine} {self.job.format_name}, {self.short_placement}{', KV host' if config.kv_offload else ''}"
+        )
         return text + f", batch {config.batch_size}" * work + f", {gpus} GPUs" * (work and gpus > 1)
 
     @property
@@ -257,7 +258,8 @@ class Plan:
         """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
         Raises UsageError: it has become too little."""
         if self.job.free_device_bytes is None:
-            return self
+            # the files of weights that have been fetched say how they are stored
+            return make_plan(self.job) if self.job.stored_formats else self
         free_by_device = self.job.machine.free_device_bytes(self.job.devices, self.job.ranks)
         return make_plan(replace(self.job, free_by_device=free_by_device))
 

@@ -30,11 +30,11 @@ def step_work(job: Job, weight_bytes: int, cpu_bytes: float) -> StepWork:
     experts are subtracted at the mean bits of all weights, which is no less than they have, and other idle weights unquantized. The
     `cpu_bytes` that the CPU backend reads in a step count as weights that every sequence uses; without a GPU their memory is the device's.
     """
-    sizes, config = job.sizes, job.config
+    sizes = job.sizes
     active = sizes.parameters - sizes.idle_parameters
     stored_share = min(1.0, weight_bytes / max(1, sizes.parameter_bytes))
     idle_bytes = sizes.idle_bytes - int((1 - stored_share) * sizes.idle_expert_bytes)
-    bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
+    bits = job.quant_bits if job.quantized else 8 * job.spec.dtype.itemsize
     read_bytes = max(0, weight_bytes - idle_bytes) + job.mean_kv_bytes - (int(cpu_bytes) if job.on_gpu else 0)
     flops = 2 * max(0, active - int(cpu_bytes * 8 / bits)) * job.rank_batch
     return StepWork(max(0, read_bytes), flops)

@@ -18,6 +18,7 @@ from zero_inference.config.options import (
     OPTIONS,
     QUANT_BITS,
     QUANTIZING_ENGINES,
+    STORED,
 )
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
@@ -25,7 +26,7 @@ from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.models.empty_model import EmptyModel
-from zero_inference.models.spec import ModelSpec, checkpoint_refusal
+from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.changes import BATCH_SIZES, Fields
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with, with_options
@@ -76,7 +77,7 @@ def find_candidates(
     job: Job,
     *,
     engines: Collection[str] = tuple(OFFLOADS),
-    quant_bits: Collection[int] = QUANT_BITS,
+    quant_bits: Collection[int | str | None] | None = None,
     batch_sizes: Collection[int] = BATCH_SIZES,
     kv_offload: Sequence[bool] = (False, True),
     offload: Fields | None = None,
@@ -85,15 +86,21 @@ def find_candidates(
     """Plan all configurations of these for the model and machine of `job`, those with weights on disk only where no other fits.
 
     Args:
+        quant_bits: all by default, and a quantized checkpoint as it is stored; of None what each engine does by default.
         offload: options of where the weights are stored; by default those of OFFLOADS.
         gpus: numbers of GPUs, ascending, of one process or with a rank for each, as the engine does; by default those of the job.
     """
     found = SearchResult(job)
+    if quant_bits is None:
+        quant_bits = (STORED, *QUANT_BITS) if job.spec.checkpoint_format is not None else QUANT_BITS
+    keeps = {"stream"} if job.spec.checkpoint_format is not None else set()  # 16 bits are no engine's default for these
     weights = [
-        {"engine": engine, "quant_bits": bits, "cpu_offload": False, "disk_offload": False} | each
+        {"engine": engine, "quant_bits": None if bits == 16 and engine not in keeps else bits}
+        | {"cpu_offload": False, "disk_offload": False}
+        | each
         for engine in engines
         for bits in quant_bits
-        if bits == 16 or engine in QUANTIZING_ENGINES
+        if bits in (None, 16) or engine in (("stream",) if bits == STORED else QUANTIZING_ENGINES)
         for each in ([offload] if offload else OFFLOADS[engine])
         if each or engine != "deepspeed" or job.on_gpu  # without a GPU, the device is host memory
     ]
@@ -203,11 +210,21 @@ GOALS: dict[str, Callable[[Plan], tuple[float, ...]]] = {
 }
 
 
+def precision(job: Job) -> int:
+    """Return the bits of a weight, by which configurations are ranked: 16 where it is as the checkpoint has it."""
+    return 16 if job.spec.kept_format(job.config) is not None else job.quant_bits
+
+
+def bits_option(job: Job) -> int | str:
+    """Return the value of --quant-bits with which weights are stored as in `job`."""
+    return STORED if job.spec.kept_format(job.config) is not None else job.quant_bits
+
+
 def ranked(candidates: Sequence[Plan], goal: str) -> list[Plan]:
     """Return the best first and failed ones last; among equals those with more bits, then those with less memory."""
     return sorted(
         candidates,
-        key=lambda plan: (plan.failed, *GOALS[goal](plan), -plan.job.config.quant_bits, plan.memory_bytes),
+        key=lambda plan: (plan.failed, *GOALS[goal](plan), -precision(plan.job), plan.memory_bytes),
     )
 
 
@@ -288,7 +305,7 @@ def choose(
     found = find_candidates(
         job,
         engines=tuple(OFFLOADS) if by_plan else (config.engine,),
-        quant_bits=QUANT_BITS if "quant_bits" in auto else (config.quant_bits,),
+        quant_bits=None if "quant_bits" in auto else (config.quant_bits,),
         batch_sizes=BATCH_SIZES if "batch_size" in auto else (config.batch_size,),
         kv_offload=(False, True) if by_plan and not config.kv_offload else (config.kv_offload,),
         offload=None if by_plan else offload,
@@ -298,12 +315,12 @@ def choose(
         raise UsageError(f"{asked}: {why_none(found)}")
     by_goal = ranked(found.candidates, config.goal or "throughput")
     if config.goal is None:
-        by_goal.sort(key=lambda each: -each.job.config.quant_bits)
+        by_goal.sort(key=lambda each: -precision(each.job))
     best, *others = by_goal
     chosen = best.job.config
     check_launch(chosen, ranks, machine)
     check_model(chosen, spec)
-    options = f"--engine {chosen.engine} --quant-bits {chosen.quant_bits} --batch-size {chosen.batch_size}"
+    options = f"--engine {chosen.engine} --quant-bits {bits_option(best.job)} --batch-size {chosen.batch_size}"
     options += " --kv-offload" if chosen.kv_offload else ""
     say(f"chosen: {options}: predicted {best.times.in_words()}")
     choice = AutoChoice(
@@ -337,8 +354,8 @@ def headline(found: SearchResult, goal: str) -> str:
 
 
 def notes(found: SearchResult) -> list[str]:
-    """Return what to know about the machine, the predictions, what is not predicted, and the checkpoint, a line each."""
-    machine, best, config = found.job.machine.profile(), found.candidates, found.job.config
+    """Return what to know about the machine, the predictions, and what is not predicted, a line each."""
+    machine, best = found.job.machine.profile(), found.candidates
     texts = [machine.caveat() if machine else None]
     for label, parts in (
         ("bounds, because", [reason for each in best for reason in each.times.bounds_because]),
@@ -350,7 +367,7 @@ def notes(found: SearchResult) -> list[str]:
     texts += dict.fromkeys(each.unchosen_experts for each in best)
     if found.unknown and best:
         texts.append(f"fit, but not predicted: {len(found.unknown)}: {why_not_predicted(found.unknown)}")
-    return [text for text in (*texts, checkpoint_refusal(config.model, config.dummy)) if text]
+    return [text for text in texts if text]
 
 
 def why_not_predicted(plans: Sequence[Plan]) -> str:
@@ -395,7 +412,7 @@ def why_none(found: SearchResult) -> str:
         f"{format_gib_rounded_up(need.with_reserve_bytes)} of {need.place}{of_each.get(need.place, '')}"
         for need in needs
     ]
-    options = f"--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}"
+    options = f"--engine {config.engine} --quant-bits {bits_option(plan.job)} --batch-size {config.batch_size}"
     options += f" --gpu-memory 0 --ring-depth {MIN_RING_DEPTH}" if config.ring_depth else ""
     return (
         f"none of {len(found.too_large)} ways to run {model} fits ({', '.join(free_parts)}); the smallest machine that could run it has "

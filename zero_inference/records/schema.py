@@ -146,7 +146,9 @@ class Request(Part):
     prompt_len: int = required("token", "P, tokens of each prompt, without padding")
     gen_len: int = required("token", "G, tokens generated for each sequence")
     quant_bits: int = required("bit", "bits per stored weight: 16 (not quantized), 8 or 4")
-    quant_group_size: int = required("elements", "number of weights that share a scale and a minimum")
+    quant_group_size: int = required(
+        "elements", "number of weights that share a scale and a minimum; 0 for a whole row"
+    )
     cpu_offload: bool = required("", "weights in host memory, as asked")
     disk_offload: bool = required("", "weights on disk, as asked; see weights_place")
     kv_offload: bool = required("", "KV cache in host memory")
@@ -160,6 +162,9 @@ class Request(Part):
     cpu_compute: str = key("", "--cpu-compute as given: auto, off, or the share of the weights in host memory")
     cpu_threads: int | None = key("threads", "--cpu-threads as given; null if the engine chose")
     options: dict[str, Any] = key("", "options that differ from their defaults, also from --config or chosen for auto")
+    stored_format: str | None = key(
+        "", "format of a quantized checkpoint whose weights are kept as they are stored; else null", default=None
+    )
     num_gpus: int | None = key(
         "GPUs", "GPUs of all ranks; 0 without a GPU, null in a run that failed before its plan", default=None
     )

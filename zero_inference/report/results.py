@@ -97,7 +97,7 @@ def print_results(request: Request, result: Result) -> None:
     measured, engine = result.measured, result.engine
     on_terminal = sys.stdout.isatty()
     width = min(WIDEST, shutil.get_terminal_size().columns) if on_terminal else WIDEST
-    weights = weights_in_short(request.quant_bits, request.dtype)
+    weights = weights_in_short(request.quant_bits, request.dtype, stored_format=request.stored_format)
     lengths = [f"batch {request.batch_size}", f"prompt {request.prompt_len}", f"{request.gen_len} generated"]
     parts = [weights, processors_in_short(request.num_gpus, request.world_size), *lengths]
     print(printable(", ".join([model_in_short(request.model), request.engine, *filter(None, parts)])))
@@ -280,10 +280,10 @@ def _predicted_in_words(measured: Measured, phases: Sequence[str]) -> str | None
 
 def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) -> str:
     """Return the sizes of the run on one line."""
-    share = engine.quantized_fraction
+    share, weights = engine.quantized_fraction, request.stored_format or f"int{request.quant_bits}"
     parts = [
         ("model", measured.model_bytes, " at 16 bits"),
-        ("stored", measured.weight_bytes, "" if share is None else f" ({share:.1%} int{request.quant_bits})"),
+        ("stored", measured.weight_bytes, "" if share is None else f" ({share:.1%} {weights})"),
         ("KV cache", measured.cache_bytes, ""),
         ("peak GPU", measured.peak_gpu_bytes, ""),
         ("peak host", measured.peak_host_bytes, ""),

@@ -67,7 +67,10 @@ class Run:
 
     @property
     def weights(self) -> str | None:
-        return weights_in_short(self.request.quant_bits, self.request.dtype, bool(self.weight_quantize))
+        request = self.request
+        return weights_in_short(
+            request.quant_bits, request.dtype, bool(self.weight_quantize), getattr(request, "stored_format", None)
+        )
 
     @property
     def where(self) -> str | None:
@@ -171,8 +174,12 @@ def positive(value: float | None) -> float | None:
     return value if value is not None and value > 0 else None
 
 
-def weights_in_short(quant_bits: int | None, dtype: str | None, quantized: bool = False) -> str | None:
-    """Return the format of stored weights: int4, int8, fp16, ...; None where it is unknown."""
+def weights_in_short(
+    quant_bits: int | None, dtype: str | None, quantized: bool = False, stored_format: str | None = None
+) -> str | None:
+    """Return the format of stored weights: int4, MXFP4, fp16, ...; None where it is unknown."""
+    if stored_format:
+        return stored_format.partition(" (")[0]
     if quant_bits is not None and quant_bits < 16:
         return f"int{quant_bits}"
     if quant_bits is None and quantized:

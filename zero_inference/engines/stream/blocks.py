@@ -14,7 +14,7 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.errors import UsageError
+from zero_inference.kernels.formats import WeightFormat
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.empty_model import parameter_names
@@ -72,8 +73,18 @@ class Block:
         return ".".join(filter(None, (prefix, str(self.layer), self.module, parameter)))
 
 
-def lay_out_blocks(model: nn.Module, scheme: GroupQuantization | None, divided: bool) -> tuple[list[Block], int]:
+def lay_out_blocks(
+    model: nn.Module,
+    scheme: GroupQuantization | None,
+    divided: bool,
+    kept: Mapping[str, tuple[WeightFormat, bool]] | None = None,
+) -> tuple[list[Block], int]:
     """Return the blocks of the decoder layers of a meta model, and the bytes of all other parameters.
+
+    Args:
+        scheme: how matrices are quantized while they are loaded; None if they are not.
+        divided: as of `find_blocks`.
+        kept: parameter -> (format, stored transposed) of those that are kept as the checkpoint stores them.
 
     Raises:
         UsageError: the model has no list of decoder layers, or the group size does not divide the columns of a matrix.
@@ -82,22 +93,30 @@ def lay_out_blocks(model: nn.Module, scheme: GroupQuantization | None, divided: 
     outside_layers = _parameters_outside_layers(model, layers)
     blocks = find_blocks(model, outside_layers, divided)
     same_as = {} if outside_layers else first_of_kind(model)
-    by_kind: dict[tuple[int, str], BlockLayout] = {}
+    by_kind: dict[tuple, BlockLayout] = {}
+    kept = kept or {}
     in_blocks = set()
     for index, block in enumerate(blocks):
         module = block.module_in(layers[block.layer])
         parameters = [(name, module.get_parameter(name)) for name in block.parameters]
         in_blocks |= {id(parameter) for _, parameter in parameters}
-        key = same_as.get(block.layer, block.layer), block.module
+        names = {name: block.full_name(prefix, name) for name in block.parameters if name not in block.exact}
+        formats = {
+            name: kept[full_name][0]
+            for name, full_name in names.items()
+            if full_name in kept and kept[full_name][1] == (name in block.transposed)
+        }
+        # a checkpoint may leave out some layers of a kind
+        key = same_as.get(block.layer, block.layer), block.module, tuple(formats.items())
         if key not in by_kind:
             for name, parameter in parameters if scheme is not None else ():
                 matrix = parameter.mT if name in block.transposed else parameter
-                quantizes = _is_wide(matrix) and name not in block.exact and scheme.is_for(matrix)
-                if quantizes and not scheme.can_quantize(matrix):
-                    full_name = block.full_name(prefix, name)
-                    raise group_size_refusal(scheme.group_size, full_name, tuple(matrix.shape))
+                if name not in block.exact and scheme.can_quantize(matrix):
+                    formats[name] = scheme.weight_format(matrix.dtype)
+                elif name not in block.exact and scheme.is_for(matrix) and _is_wide(matrix):
+                    raise group_size_refusal(scheme.group_size, names[name], tuple(matrix.shape))
             fused = [experts.weights_in(name) for name, experts in block.mixtures]
-            by_kind[key] = lay_out(parameters, scheme, block.exact, block.transposed, block.module_only, fused)
+            by_kind[key] = lay_out(parameters, formats, block.transposed, block.module_only, fused)
         blocks[index] = replace(block, layout=by_kind[key])
     return blocks, _nbytes(p for p in model.parameters() if id(p) not in in_blocks)
 

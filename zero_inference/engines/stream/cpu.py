@@ -12,16 +12,14 @@ from zero_inference.cpu.experts import Expert, ExpertActivation, add_experts
 from zero_inference.cpu.hand_off import DirectCalls, HandOff, Lane, StreamSide, allocate_buffers
 from zero_inference.cpu.library import DTYPES
 from zero_inference.cpu.pool import SPIN_US, CpuPool, Routing, Stage, Task, Weight
-from zero_inference.cpu.products import Matrix, weight_of_groups
+from zero_inference.cpu.products import Matrix
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
 from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
-from zero_inference.engines.stream.placement import Placement, fuses_experts
+from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import SharedInput, weight_of
-from zero_inference.kernels.formats import QuantizedWeight
-from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_off_bytes
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.timing import Transfers
@@ -40,10 +38,7 @@ class CpuBlock(SharedInput):
     def __init__(self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend):
         super().__init__()
         self.backend = backend
-        self.weights = {
-            name: _weight(module.get_submodule(name), name, block.layout, buffer, backend.scheme)
-            for name in block.linears
-        }
+        self.weights = {name: _weight(module.get_submodule(name), name, block.layout, buffer) for name in block.linears}
         self.tasks: dict[tuple[str, ...], Task] = {}
         self.task = self._feed_forward_task(block)
 
@@ -103,25 +98,18 @@ def _gate_and_up(
     return halves[::-1] if gate_is_second else halves
 
 
-def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization | None) -> Matrix:
+def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor) -> Matrix:
     """Return the matrix of a weight [..., columns] in `buffer`; all dimensions before the last are rows."""
     columns = stored.plain.shape[-1]
     rows = math.prod(stored.plain.shape[:-1])
-    if stored.packed is None or scheme is None:
+    if stored.packed is None:
         return Matrix.plain(stored.plain.of(buffer).view(rows, columns))
-    return Matrix.quantized(_quantized_weight(stored, buffer, scheme), rows, columns, stored.plain.dtype)
+    return Matrix.quantized(stored.packed.of(buffer), rows, columns, stored.plain.dtype)
 
 
-def _quantized_weight(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization) -> QuantizedWeight:
-    codes, scales, minima = (span.of(buffer) for span in stored.packed or ())
-    return weight_of_groups(codes, scales, minima, scheme.bits, scheme.group_size)
-
-
-def _weight(
-    linear: nn.Module, name: str, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
-) -> Weight:
+def _weight(linear: nn.Module, name: str, layout: BlockLayout, buffer: torch.Tensor) -> Weight:
     stored = layout[weight_of(name)]
-    matrix = _stored_matrix(stored, buffer, scheme)
+    matrix = _stored_matrix(stored, buffer)
     bias = None
     if linear.bias is not None:
         bias = layout[f"{name}.bias" if name else "bias"].plain.of(buffer)
@@ -136,9 +124,9 @@ class CpuExperts(CpuBlock):
         self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend, cache: ExpertCache | None
     ):
         super().__init__(block, module, buffer, backend)
-        form, self.cache, self.device_fuses_experts = block.experts, cache, fuses_experts(backend.scheme)
+        form, self.cache, self.device_fuses_experts = block.experts, cache, backend.placement.fuses_codes
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
-        experts = _experts(form, block.layout, buffer, backend.scheme)
+        experts = _experts(form, block.layout, buffer)
         counts = None if cache is None else cache.counts
         self.task = add_experts(backend.pool, experts, activation, backend.dtype, counts)
         backend.pool.reserve(self.task, backend.max_rows, form.top_k)
@@ -167,10 +155,8 @@ class CpuExperts(CpuBlock):
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
 
-def _experts(
-    experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
-) -> list[Expert]:
-    first, last = (_stored_matrix(layout[name], buffer, scheme) for name in (experts.gate_up, experts.down))
+def _experts(experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor) -> list[Expert]:
+    first, last = (_stored_matrix(layout[name], buffer) for name in (experts.gate_up, experts.down))
     first_bias, last_bias = (
         layout[name].plain.of(buffer) if name else [None] * experts.num_experts
         for name in (experts.gate_up_bias, experts.down_bias)
@@ -194,7 +180,7 @@ class CpuBackend:
     """The thread pool of a run, which serves all of its devices, and the blocks that it computes."""
 
     def __init__(self, plan: CpuPlan, job: Job, placement: Placement, store: BlockStore, transfers: Transfers):
-        self.plan, self.placement, self.store, self.scheme = plan, placement, store, placement.scheme
+        self.plan, self.placement, self.store = plan, placement, store
         self.dtype, self.decode_rows = job.spec.dtype, plan.decode_rows
         self.max_rows = max(plan.decode_rows, plan.prompt_rows)
         # blocks that may be CPU-computed at any time

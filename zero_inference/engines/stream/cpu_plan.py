@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu.pool import FLAG_BYTES
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement
@@ -13,6 +14,7 @@ from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.errors import UsageError
 from zero_inference.hardware.profile import ConcurrentRates, CpuWorkload
 from zero_inference.kernels.products import FUSED_ROWS
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
 from zero_inference.records.schema import CpuBackendUse
 from zero_inference.utils.format import three_digits
@@ -132,7 +134,16 @@ def why_no_cpu_attention(job: Job) -> str | None:
 def multiplies_codes(job: Job) -> bool:
     """Return whether the CPU multiplies codes as they are stored: without a GPU, unless --cpu-compute is given. Dequantizing them first
     takes longer than reading weights in 16 bits."""
-    return not job.on_gpu and job.config.quantized and job.config.cpu_share is None
+    return not job.on_gpu and job.quantized and job.config.cpu_share is None
+
+
+def _scheme_of_rates(job: Job, placement: Placement) -> GroupQuantization | None:
+    """Return the quantization whose rates are measured: our own of as many bits stands for the formats of checkpoints, because their
+    products read bytes as fast within 10% (csrc/cpu/README.md)."""
+    form = placement.format
+    if form is None:
+        return None
+    return GroupQuantization(form.bits, form.group_size if form.minima else GROUP_SIZES[form.bits], job.spec.dtype)
 
 
 def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[Placement, CpuPlan] | str:
@@ -154,7 +165,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         )
     text = job.spec.text_config
     heads = query_heads_per_kv_head(text) if can_attend else 0
-    work = CpuWorkload(job.spec.dtype, placement.scheme, job.rank_batch, text.hidden_size, heads)
+    work = CpuWorkload(job.spec.dtype, _scheme_of_rates(job, placement), job.rank_batch, text.hidden_size, heads)
     measured = job.machine.concurrent_rates(job.devices, cpus, work)  # or why there are none
     rates = measured if isinstance(measured, ConcurrentRates) else None
     placement = replace(placement, decode_tokens=job.rank_batch)
@@ -215,7 +226,7 @@ def plan_short_prompts(job: Job, placement: Placement, plan: CpuPlan) -> tuple[P
     if not job.on_gpu or plan.rates is None or plan.attends:
         return placement, plan
     tokens, blocks = job.rank_batch * job.config.prompt_len, placement.prompt_candidates
-    not_measured = placement.scheme is not None and job.spec.dtype != torch.bfloat16
+    not_measured = placement.format is not None and job.spec.dtype != torch.bfloat16
     if not blocks or tokens <= plan.decode_rows or not_measured:
         return placement, plan
     experts = placement.blocks[blocks[0]].experts
@@ -226,7 +237,7 @@ def plan_short_prompts(job: Job, placement: Placement, plan: CpuPlan) -> tuple[P
         return placement, plan
     measured = max(1, round(min(rows, MEASURED_ROWS)))
     width = job.spec.text_config.hidden_size
-    work = CpuWorkload(job.spec.dtype, placement.scheme, measured, width)
+    work = CpuWorkload(job.spec.dtype, _scheme_of_rates(job, placement), measured, width)
     rates = job.machine.concurrent_rates(job.devices, plan.cpus, work)
     if isinstance(rates, str):
         return placement, plan

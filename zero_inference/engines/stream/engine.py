@@ -34,9 +34,10 @@ from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan
 from zero_inference.engines.stream.prefetch import Prefetcher
 from zero_inference.engines.stream.vocabulary import HostEmbedding, QuantizedHead
+from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.weights import load_weights
+from zero_inference.models.weights import Keep, load_weights
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.timing import Transfers
 
@@ -59,7 +60,8 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
     weights = _WeightLoader(plan, store)
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
         closing.callback(weights.close)
-        load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress)
+        keep = Keep(plan.kept, weights.adopt_stored)
+        load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress, keep)
         # more than was planned where a checkpoint unties what config.json ties
         outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
         placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
@@ -74,7 +76,7 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
             prefetcher = Prefetcher(model, placement, store, job.devices, transfers, cpu, job.layer_parameters)
             closing.callback(prefetcher.close)
             closing.enter_context(closing_cpu.pop_all())  # the CPU backend ends first: it reads the prefetcher's memory
-        if plan.head is not None:
+        if plan.head is not None and weights.packed_head is not None:
             module = model.get_submodule(plan.head.module)
             closing.callback(QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspaces[0]).close)
 
@@ -154,7 +156,7 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             "decode_graph": None if graphs_off else DecodeGraph(unused_because=plan.no_graph or TOO_SHORT),
         }
     }
-    return facts if placement.scheme is None else facts | _quantized_share(plan, model)
+    return facts if placement.format is None else facts | _quantized_share(plan, model)
 
 
 class _WeightLoader:
@@ -165,7 +167,7 @@ class _WeightLoader:
         devices, (prefix, layers) = plan.job.devices, decoder_layers(plan.job.empty_model.model)
         of_layers = plan.placement.layer_devices or (0,) * len(layers)
         self.device_of = device_by_name(prefix, [devices[each] for each in of_layers], devices[0])
-        self.packed_head: tuple[torch.Tensor, ...] = ()
+        self.packed_head: QuantizedWeight | None = None
         self.embedding: HostEmbedding | None = None
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
@@ -176,11 +178,14 @@ class _WeightLoader:
             module = plan.job.empty_model.model.get_submodule(table.module)
             self.embedding = HostEmbedding(module, parameter.data, self.store.pinned)
         elif name in plan.stored:
-            self.store.put(*plan.stored[name], parameter.data, plan.placement.scheme)
+            self.store.put(*plan.stored[name], parameter.data, plan.scheme)
         else:
             parameter.data = parameter.data.to(device)
             return
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)  # until its block is called
+
+    def adopt_stored(self, name: str, weight: QuantizedWeight) -> None:
+        self.store.put_stored(*self.plan.stored[name], weight)
 
     def close(self) -> None:
         if self.embedding is not None:
@@ -199,7 +204,7 @@ def _quantized_share(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     if plan.head is not None:
         shapes[plan.head.name] = plan.head.shape
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    packed = {name for name in shapes if plan.quantized(name) is not None}
+    packed = plan.quantized
     skipped = [name for name, shape in shapes.items() if name not in packed and len(shape) > 1]
     share = sum(sizes[name] for name in packed) / sum(sizes.values())
     return {"quantized_fraction": share, "not_quantized": skipped}

@@ -22,8 +22,8 @@ from zero_inference.engines.stream.placement import Placement, expert_memory
 from zero_inference.engines.stream.products import epilogue_of
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kernels.products import Epilogue, expert_linear, quantized_expert_linear
-from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.timing import ExpertCounts, Transfers
 
@@ -35,7 +35,7 @@ USE_DECAY = 0.5 ** (1 / HALF_LIFE_PASSES)  # factor of the use counts per pass
 
 @dataclass(frozen=True)
 class _ExpertTensor:
-    """One tensor of all experts of a block: a plain weight, codes, scales, minima, or a bias."""
+    """One tensor of all experts of a block: a plain weight, one of a quantized weight, or a bias."""
 
     piece: TensorSpan  # in the block's buffer
     host: torch.Tensor  # [experts, elements] in host memory
@@ -58,7 +58,6 @@ class _ExpertWeights:
         self, layout: BlockLayout, name: str, bias: str, slots: int, buffer: torch.Tensor, memory: torch.Tensor
     ):
         stored = layout[name]
-        self.quantized, self.biased = stored.packed is not None, bool(bias)
         self.dtype, (number, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
         self.tensors: list[_ExpertTensor] = []
         offset = 0
@@ -68,6 +67,10 @@ class _ExpertWeights:
             self.tensors.append(_ExpertTensor(piece, host, span.of(memory)))
             offset += aligned(span.nbytes)
         self.slots = [each.slots for each in self.tensors]
+        self.bias = self.slots[-1] if bias else None
+        self.weight: QuantizedWeight | None = None  # as stored in the slots, if quantized
+        if stored.packed is not None:
+            self.weight = QuantizedWeight(stored.packed.format, **dict(zip(stored.packed.spans, self.slots)))
 
     def copy_table(self) -> torch.Tensor:
         """Return int64 [tensors, 4] on the device for the copy kernels: address in host memory, address of the slots, offset in the block,
@@ -79,21 +82,13 @@ class _ExpertWeights:
         return torch.tensor(rows, device=self.slots[0].device)
 
     def multiply(
-        self,
-        x: torch.Tensor,
-        slot: torch.Tensor,
-        scheme: GroupQuantization | None,
-        epilogue: Epilogue | None = None,
-        tokens: int = 0,
+        self, x: torch.Tensor, slot: torch.Tensor, epilogue: Epilogue | None = None, tokens: int = 0
     ) -> torch.Tensor:
         """Return the product [pairs, rows] of each token-expert pair; `slot` is int64 [pairs], others as of `quantized_expert_linear`."""
-        x, bias = x.to(self.dtype), self.slots[-1] if self.biased else None
-        if not self.quantized or scheme is None:
-            return expert_linear(x, self.slots[0].view(-1, self.rows, self.columns), slot, bias, epilogue)
-        codes, scale, minimum = self.slots[:3]
-        return quantized_expert_linear(
-            x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot, bias, epilogue, tokens
-        )
+        x = x.to(self.dtype)
+        if self.weight is None:
+            return expert_linear(x, self.slots[0].view(-1, self.rows, self.columns), slot, self.bias, epilogue)
+        return quantized_expert_linear(x, self.weight, self.rows, slot, self.bias, epilogue, tokens)
 
 
 def _other_ranges(layout: BlockLayout, experts: FusedExperts) -> list[tuple[int, int]]:
@@ -209,7 +204,6 @@ class ExpertCache:
         block: Block,
         count: int,
         buffer: torch.Tensor,
-        scheme: GroupQuantization | None,
         table: torch.Tensor,
         uses: torch.Tensor,
         counts: torch.Tensor,
@@ -217,7 +211,7 @@ class ExpertCache:
         shared: torch.Tensor | None = None,
     ):
         experts, layout = block.experts, block.layout
-        self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
+        self.experts, self.epilogue = experts, epilogue_of(experts)
         self.table, self.uses, self.counts, self.owns_slots = table, uses, counts, shared is None
         self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.num_experts)
         first, second = expert_memory(block, count)
@@ -319,10 +313,10 @@ class ExpertCache:
         slot, current = slots.view(-1), self.fetching.streams.current()
         if arrived[0] is not None:
             current.wait_event(arrived[0])
-        hidden = self.gate_up.multiply(x, slot, self.scheme, self.epilogue)
+        hidden = self.gate_up.multiply(x, slot, self.epilogue)
         if arrived[1] is not None:
             current.wait_event(arrived[1])
-        return self.down.multiply(hidden, slot, self.scheme, tokens=len(x))
+        return self.down.multiply(hidden, slot, tokens=len(x))
 
     def _fetch(self, dispatched: Dispatch) -> list[Any]:
         """Queue copies of the experts to fetch; return an event after each of both weights: the first product overlaps the second copy."""
@@ -368,7 +362,6 @@ class ExpertCaches:
                     placement.blocks[index],
                     slots_of.get(index, max_fetches),
                     store.buffers[index],
-                    placement.scheme,
                     table,
                     use,
                     counts_of[index],

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 
 from zero_inference.cpu.products import quantize
 from zero_inference.errors import RunError
+from zero_inference.kernels.formats import TENSORS, QuantizedWeight, WeightFormat
 from zero_inference.kernels.products import ALIGNMENT
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.host_memory import host_empty
@@ -40,10 +41,22 @@ class TensorSpan:
 
 
 @dataclass(frozen=True)
+class PackedSpans:
+    """A quantized weight inside a block's buffer: its format, and spans by the names in `WeightFormat.tensors`."""
+
+    format: WeightFormat
+    spans: Mapping[str, TensorSpan]
+
+    def of(self, buffer: torch.Tensor) -> QuantizedWeight:
+        """Return the weight, whose tensors are views of `buffer`."""
+        return QuantizedWeight(self.format, **{name: span.of(buffer) for name, span in self.spans.items()})
+
+
+@dataclass(frozen=True)
 class StoredParameter:
     name: str
     plain: TensorSpan  # the values that the model reads: in the block's buffer, or in the workspace if quantized
-    packed: tuple[TensorSpan, TensorSpan, TensorSpan] | None = None  # codes (uint8), scales and minima in the buffer
+    packed: PackedSpans | None = None  # in the buffer, if quantized
     transposed: bool = False  # stored as [..., out, in], where the model has [..., in, out]
     module_only: bool = False  # dequantized for each call of its own module; otherwise for the call of the block
     expert_group: int = 0  # experts that are dequantized at a time; 0 for a weight that is dequantized whole
@@ -54,8 +67,8 @@ class StoredParameter:
 
     @property
     def pieces(self) -> tuple[TensorSpan, ...]:
-        """Tensors in the block's buffer: the values, or codes, scales and minima."""
-        return self.packed or (self.plain,)
+        """Tensors in the block's buffer: the values, or codes, scales and others of a quantized weight."""
+        return (self.plain,) if self.packed is None else tuple(self.packed.spans.values())
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the values of an unquantized parameter as the model reads them, a view of the block's `buffer`."""
@@ -67,9 +80,9 @@ class StoredParameter:
 class BlockLayout:
     """The parameters of one block; names are relative to its module.
 
-    The buffer holds unquantized parameters, then the codes of all matrices, their scales, and their minima, so that kernels can multiply
-    consecutive matrices as one. The workspace holds the matrices that are dequantized for the call of the block, and then those of one
-    module at a time.
+    The buffer holds unquantized parameters, then the codes of all matrices, their scales, offsets and row scales, so that kernels can
+    multiply consecutive matrices as one. The workspace holds the matrices that are dequantized for the call of the block, and then those
+    of one module at a time.
     """
 
     parameters: list[StoredParameter] = field(default_factory=list)
@@ -87,8 +100,7 @@ class BlockLayout:
 
 def lay_out(
     parameters: Iterable[tuple[str, torch.Tensor]],
-    scheme: GroupQuantization | None,
-    exact: Collection[str] = (),
+    formats: Mapping[str, WeightFormat],
     transposed: Collection[str] = (),
     module_only: Collection[str] = (),
     experts: Iterable[Sequence[str]] = (),
@@ -96,7 +108,7 @@ def lay_out(
     """Return the layout of `parameters`, which may be on the meta device; other arguments are names of them.
 
     Args:
-        exact: matrices that are not quantized.
+        formats: of the matrices that are quantized, as stored.
         transposed: matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
         module_only: those that are dequantized for each call of their own module.
         experts: the fused weights of each module of experts; they are dequantized in groups of `EXPERT_GROUP_BYTES` at most, or of one
@@ -104,7 +116,7 @@ def lay_out(
     """
     layout = BlockLayout()
     stored = [(name, parameter.mT if name in transposed else parameter) for name, parameter in parameters]
-    packed = {name: p for name, p in stored if scheme is not None and scheme.can_quantize(p) and name not in exact}
+    packed = {name: parameter for name, parameter in stored if name in formats}
     end = 0  # bytes of the buffer so far
     for name, parameter in stored:
         if name not in packed:
@@ -113,13 +125,13 @@ def lay_out(
             end += aligned(span.nbytes, VECTOR_BYTES)
             layout.parameters.append(StoredParameter(name, span, transposed=name in transposed))
     end = aligned(end)
-    kinds: list[list[TensorSpan]] = [[], [], []]  # codes, scales, minima
-    for is_codes, spans in zip((True, False, False), kinds):
-        for parameter in packed.values():
-            numel = parameter.numel()
-            size = scheme.packed_bytes(numel) if is_codes else numel // scheme.group_size
-            spans.append(TensorSpan(end, (size,), torch.uint8 if is_codes else parameter.dtype))
-            end += aligned(spans[-1].nbytes, VECTOR_BYTES)
+    spans: dict[str, dict[str, TensorSpan]] = {name: {} for name in packed}
+    for kind in TENSORS:
+        for name, parameter in packed.items():
+            tensors = formats[name].tensors(tuple(parameter.shape))
+            if kind in tensors:
+                spans[name][kind] = TensorSpan(end, *tensors[kind])
+                end += aligned(spans[name][kind].nbytes, VECTOR_BYTES)
         end = aligned(end)
     layout.nbytes = aligned(end)
 
@@ -132,7 +144,7 @@ def lay_out(
     per_block = sum(aligned(p.nbytes) for name, p in packed.items() if name not in module_only)
     block_end, module_ends = 0, dict[str, int]()  # of the workspace; each module's weights begin at `per_block`
     layout.workspace_bytes = per_block
-    for (name, parameter), *spans in zip(packed.items(), *kinds):
+    for name, parameter in packed.items():
         module, group = name.rpartition(".")[0], expert_groups.get(name, 0)
         nbytes = aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
         if name in module_only:
@@ -144,8 +156,9 @@ def lay_out(
             block_end += nbytes
         layout.workspace_bytes = max(layout.workspace_bytes, offset + nbytes)
         plain = TensorSpan(offset, tuple(parameter.shape), parameter.dtype)
+        quantized = PackedSpans(formats[name], spans[name])
         layout.parameters.append(
-            StoredParameter(name, plain, tuple(spans), name in transposed, name in module_only, group)
+            StoredParameter(name, plain, quantized, name in transposed, name in module_only, group)
         )
     layout.stored_bytes = sum(span.nbytes for parameter in layout.parameters for span in parameter.pieces)
     return layout
@@ -187,10 +200,18 @@ class BlockStore:
                 f"block {block}: {stored.name} is {found[1]} {list(found[0])}, expected is {expected[1]} "
                 f"{list(expected[0])}; use weights that match the model's config.json."
             )
-        tensors = (values,) if stored.packed is None else quantize(values.to(self.devices[block]), scheme)
+        self._copy(
+            block, stored, (values,) if stored.packed is None else quantize(values.to(self.devices[block]), scheme)
+        )
+
+    def put_stored(self, block: int, stored: StoredParameter, weight: QuantizedWeight) -> None:
+        """Store a parameter of `block` that is quantized already. Raises RunError: host memory is exhausted or may not be page-locked."""
+        self._copy(block, stored, weight.tensors.values())
+
+    def _copy(self, block: int, stored: StoredParameter, tensors: Iterable[torch.Tensor]) -> None:
         if block not in self.buffers:
             self.buffers[block] = host_empty((self.layouts[block].nbytes,), torch.uint8, self.pinned)
-        for span, tensor in zip(stored.pieces, tensors):
+        for span, tensor in zip(stored.pieces, tensors, strict=True):
             span.of(self.buffers[block]).copy_(tensor.reshape(span.shape))
 
     def close(self) -> None:
@@ -200,10 +221,8 @@ class BlockStore:
 class Packed(NamedTuple):
     """A quantized weight in a buffer."""
 
-    codes: torch.Tensor
-    scales: torch.Tensor
-    minima: torch.Tensor
-    parts: tuple[tuple[torch.Tensor, ...], ...]  # by group of experts: codes, scales, minima, values in the workspace
+    weight: QuantizedWeight
+    parts: tuple[tuple[QuantizedWeight, torch.Tensor], ...]  # by group of experts: with its values in the workspace
     plain: torch.Tensor  # the values, of the first group if there are several, as the model reads them
 
 
@@ -226,7 +245,7 @@ class BlockViews:
         if slot not in self.found:
             with torch.inference_mode(False):  # a view of inference mode could not be used outside it
                 buffer, parameters = self.buffers[slot], self.layout.parameters
-                packed = {each.name: self._packed(each, buffer) for each in parameters if each.packed is not None}
+                packed = {each.name: self._packed(each, each.packed, buffer) for each in parameters if each.packed}
                 plain = [
                     packed[each.name].plain if each.packed else each.values(buffer)
                     for each in parameters
@@ -241,15 +260,14 @@ class BlockViews:
         slots = {buffer.data_ptr() % ALIGNMENT: slot for slot, buffer in enumerate(self.buffers)}
         return [self[slot] for slot in slots.values()]
 
-    def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
-        codes, scales, minima = (span.of(buffer) for span in stored.packed)
-        plain, parts = stored.plain, []
+    def _packed(self, stored: StoredParameter, packed: PackedSpans, buffer: torch.Tensor) -> Packed:
+        weight, plain, parts = packed.of(buffer), stored.plain, []
         # experts, and experts of a part
         number, group = (plain.shape[0], stored.expert_group) if stored.expert_group else (1, 1)
         for first in range(0, number, group):
             count = min(group, number - first)
-            packed = (each.view(number, -1)[first : first + count].view(-1) for each in (codes, scales, minima))
             shape = (count, *plain.shape[1:]) if stored.expert_group else plain.shape
-            parts.append((*packed, replace(plain, shape=shape).of(self.workspace)))
+            part = {name: each.view(number, -1)[first : first + count] for name, each in weight.tensors.items()}
+            parts.append((QuantizedWeight(packed.format, **part), replace(plain, shape=shape).of(self.workspace)))
         values = parts[0][-1]
-        return Packed(codes, scales, minima, tuple(parts), values.mT if stored.transposed else values)
+        return Packed(weight, tuple(parts), values.mT if stored.transposed else values)

@@ -19,8 +19,7 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
-from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
-from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.kernels.formats import WeightFormat
 from zero_inference.utils.format import format_bytes
 
 GIB = 1 << 30
@@ -67,7 +66,8 @@ class Placement:
     link_shares: tuple[float, ...] = (1.0,)  # by device, of the rate of all links
     embedding: EmbeddingTable | None = None  # the input embedding if it is in host memory
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
-    scheme: GroupQuantization | None = None  # None where weights keep 16 bits
+    format: WeightFormat | None = None  # of most quantized weights; None where all have the model's dtype
+    fuses_codes: bool = False  # the device has a kernel for products with these codes
     graphs: bool = False  # decode steps are CUDA graphs, so each block has the same slot in every step
 
     @property
@@ -305,7 +305,7 @@ class Placement:
 
     def for_short_prompt(self, tokens: int) -> Placement:
         """Return the placement whose decode pass is this one's pass of a short prompt."""
-        slots = self.expert_slots if fuses_experts(self.scheme) else {}
+        slots = self.expert_slots if self.fuses_codes else {}
         cached = self.prompt_cpu_computed & slots.keys()
         budgets = (
             sum(slots[block] * self.expert_bytes(block) for block in self.on(each, cached)) for each in self.devices
@@ -577,9 +577,14 @@ def default_ring_depth(blocks: Sequence[Block]) -> int:
     return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 / mean_bytes))
 
 
-def fuses_experts(scheme: GroupQuantization | None) -> bool:
-    """Return whether the device has a kernel for products of cached experts with many tokens; else each pair copies its expert's weight."""
-    return scheme is not None and scheme.dtype in FUSED_DTYPES and scheme.group_size in FUSED_GROUP_SIZES
+def main_format(blocks: Iterable[Block]) -> WeightFormat | None:
+    """Return the format of most bytes of quantized weights; None if there are none."""
+    nbytes: Counter[WeightFormat] = Counter()
+    for block in blocks:
+        for stored in block.layout.parameters:
+            if stored.packed is not None:
+                nbytes[stored.packed.format] += stored.plain.nbytes
+    return nbytes.most_common(1)[0][0] if nbytes else None
 
 
 def expert_memory(block: Block, count: int) -> tuple[int, int]:

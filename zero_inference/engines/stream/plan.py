@@ -36,7 +36,7 @@ from zero_inference.engines.stream.placement import (
     GIB,
     Placement,
     assign_layers,
-    fuses_experts,
+    main_format,
     plan_placement,
 )
 from zero_inference.engines.stream.rebalance import rebalanced_s
@@ -51,7 +51,8 @@ from zero_inference.engines.stream.vocabulary import (
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.profile import link_shares, links_gb_per_s
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.products import FUSED_ROWS
+from zero_inference.kernels.formats import WeightFormat
+from zero_inference.kernels.products import FUSED_ROWS, format_can_fuse
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
@@ -78,7 +79,7 @@ class StreamPlan(EnginePlan):
 
     def prepare(self) -> None:
         job = self.job
-        if (self.placement.scheme is not None or self.cpu is not None) and job.on_gpu:
+        if (self.placement.format is not None or self.cpu is not None) and job.on_gpu:
             load_extension(None if job.config.verbose > 0 else lambda line: None)
 
     @property
@@ -107,14 +108,19 @@ class StreamPlan(EnginePlan):
         return self.weight_bytes_on(device) + cache + activations + RESERVE_BYTES
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if (quantized := self.quantized(name)) is None:
+        scheme, transposed = self.scheme, False
+        if self.head is not None and name == self.head.name:
+            scheme = self.head.scheme
+        elif name in self.stored and self.stored[name][1].packed is not None:
+            transposed = self.stored[name][1].transposed
+        else:
             return values
-        scheme, transposed = quantized
+        if scheme is None:
+            return values  # of a weight that is kept as the checkpoint stores it
         values = values.to(self.job.devices[0])  # as the store does
         values = values.mT if transposed else values
         restored = torch.empty_like(values, memory_format=torch.contiguous_format)
-        codes, scale, minimum = quantize(values, scheme)
-        dequantize(codes, scale, minimum, scheme.bits, scheme.group_size, restored)
+        dequantize(scheme.as_weight(*quantize(values, scheme)), restored)
         return restored.mT if transposed else restored
 
     @functools.cached_property
@@ -127,12 +133,21 @@ class StreamPlan(EnginePlan):
             for stored in block.layout.parameters
         }
 
-    def quantized(self, name: str) -> tuple[GroupQuantization, bool] | None:
-        """Return how parameter `name` is quantized, and whether it is stored transposed; None if it is not quantized."""
-        if self.head is not None and name == self.head.name:
-            return self.head.scheme, False
-        _, stored = self.stored.get(name, (0, None))
-        return None if stored is None or stored.packed is None else (self.placement.scheme, stored.transposed)
+    @property
+    def scheme(self) -> GroupQuantization | None:
+        """How weights are quantized while they are loaded; None if they are not."""
+        return _scheme(self.job)
+
+    @functools.cached_property
+    def quantized(self) -> set[str]:
+        """Names of the parameters that are stored quantized."""
+        head = set() if self.head is None else {self.head.name}
+        return head | {name for name, (_, stored) in self.stored.items() if stored.packed is not None}
+
+    @property
+    def kept(self) -> dict[str, tuple[WeightFormat, bool]]:
+        """Parameter -> (format, stored transposed) of the weights that are kept as the checkpoint stores them."""
+        return {name: each for name, each in self.job.stored_formats.items() if name in self.quantized}
 
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
@@ -151,7 +166,7 @@ class StreamPlan(EnginePlan):
             prefill_cpu = CpuWork(*self._cpu_shares(in_prompt), prefill_cpu_s)
         profile_lacks_cpu = not job.machine.is_here and profile is not None and profile.cores is None
         cpu_could_help = job.on_gpu and placement.host_bytes and cpu is None and job.config.cpu_share is None
-        fused = job.on_gpu and fuses_experts(placement.scheme)
+        fused = job.on_gpu and placement.fuses_codes
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
             prefill_fetched_bytes=prefill_bytes(placement) + prompt_tokens * placement.embedding_row_bytes,
@@ -161,12 +176,12 @@ class StreamPlan(EnginePlan):
             cpu_beside_link_gb_per_s=cpu_gb_per_s,
             copies_within_host=True,
             fetches=len(placement.in_host_memory),
-            resident_quantized_blocks=0 if placement.scheme is None else len(placement.resident),
+            resident_quantized_blocks=0 if placement.format is None else len(placement.resident),
             graphs=placement.graphs,
             fused_rows=FUSED_ROWS if fused else 0,
             head_plain_bytes=0 if self.head is None else self.head.plain_bytes,
             head_stored_bytes=0 if self.head is None else self.head.stored_bytes,
-            dequantizes_on_cpu=job.config.quantized and not job.on_gpu and cpu is None,
+            dequantizes_on_cpu=job.quantized and not job.on_gpu and cpu is None,
             step_cpu=CpuWork(*self._cpu_shares(placement), 0.0 if cpu is None else cpu.cpu_wait_s(placement)),
             prefill_cpu=prefill_cpu,
             cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
@@ -364,14 +379,15 @@ def _with_fewer_slots(job: Job, placed: Placement, cpu: CpuPlan, may_attend: boo
 
 def _scheme(job: Job) -> GroupQuantization | None:
     config = job.config
-    return GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype) if config.quantized else None
+    return GroupQuantization(config.bits_of_plain, config.group_size, job.spec.dtype) if config.quantized else None
 
 
 def _laid_out(job: Job, divided: bool) -> tuple[list[Block], int]:
     """Return blocks and the bytes of all other parameters, as `lay_out_blocks` (cached), with the head as it is stored."""
-    scheme = _scheme(job)
+    scheme, stored = _scheme(job), job.stored_formats
     blocks, outside_bytes = job.empty_model.cached(
-        ("blocks", scheme, divided), lambda: lay_out_blocks(job.empty_model.model, scheme, divided)
+        ("blocks", scheme, bool(stored) and job.spec.weights_are_here, bool(stored), divided),
+        lambda: lay_out_blocks(job.empty_model.model, scheme, divided, stored),
     )
     head = _head(job, blocks)
     return blocks, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
@@ -456,10 +472,10 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
             layer_devices,
             taken_by,
         )
-        gathers = job.pin_weights or not job.on_gpu
-        return replace(
-            placement, embedding=embedding, gathers=gathers, scheme=_scheme(job), graphs=graphs, link_shares=links
-        )
+        gathers, form = job.pin_weights or not job.on_gpu, main_format(blocks)
+        fuses = form is not None and format_can_fuse(form, job.spec.dtype)
+        placed = replace(placement, embedding=embedding, gathers=gathers, graphs=graphs, link_shares=links)
+        return replace(placed, format=form, fuses_codes=fuses)
 
     embedding = find_host_embedding(job)
     if embedding is None:

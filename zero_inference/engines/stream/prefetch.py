@@ -64,7 +64,7 @@ class Prefetcher:
     ):
         streams = [DeviceStreams(device) for device in devices]
         self.store, self.placement, self.transfers, self.cpu = store, placement, transfers, cpu
-        self.scheme, self.devices = placement.scheme, tuple(devices)
+        self.devices = tuple(devices)
         self.timeline = Timeline(streams, [f"layer {each.layer} {each.module}".strip() for each in placement.blocks])
         nbytes = placement.workspace_bytes
         self.workspaces = [torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices]
@@ -340,9 +340,8 @@ class HookedBlock:
 
     def dequantize(self, name: str, part: int = 0) -> torch.Tensor:
         """Dequantize a weight, or group `part` of its experts, into the workspace; return it there, not transposed."""
-        codes, scales, minima, values = self.packed[name].parts[part]
-        scheme = self.prefetcher.scheme
-        dequantize(codes, scales, minima, scheme.bits, scheme.group_size, values)
+        weight, values = self.packed[name].parts[part]
+        dequantize(weight, values)
         return values
 
     def _dequantize_in_calls(self) -> None:
@@ -378,13 +377,12 @@ class HookedBlock:
 
     def _multiply_codes(self) -> list[CodesModule]:
         """Let modules multiply codes in short passes; return those that can."""
-        scheme = self.prefetcher.scheme
-        if scheme is None or not self.layout.workspace_bytes:
+        if not self.layout.workspace_bytes:
             return []
         examples = [views.packed for views in self.views.of_each_alignment()]
         mixtures = dict(self.block.mixtures)
         found, shared_input = modules_from_codes(
-            self.module, self.layout, examples, scheme, lambda weight: self.packed[weight], mixtures
+            self.module, self.layout, examples, lambda weight: self.packed[weight], mixtures
         )
         self.shared_inputs.append(shared_input)
         for each in found:

@@ -18,6 +18,7 @@ from zero_inference.cpu.library import DTYPES
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS
 from zero_inference.engines.stream.layout import BlockLayout, Packed
 from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kernels.products import (
     ACTIVATED,
     ALIGNMENT,
@@ -31,7 +32,7 @@ from zero_inference.kernels.products import (
     quantized_expert_linear,
     quantized_linear,
 )
-from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.kernels.quantization import operands
 from zero_inference.models.mlp import FusedExperts
 
 
@@ -56,7 +57,6 @@ def modules_from_codes(
     block: nn.Module,
     layout: BlockLayout,
     examples: Sequence[Mapping[str, Packed]],
-    scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
     mixtures: Mapping[str, FusedExperts],
 ) -> tuple[list[CodesModule], SharedInput]:
@@ -69,11 +69,11 @@ def modules_from_codes(
         packed_now: returns a weight in the slot that holds the block in this pass.
     """
     found: list[CodesModule] = []
-    linears = Linears(block, scheme, packed_now)
+    linears = Linears(block, packed_now)
     for name, module in block.named_modules():
         if type(module) is nn.Linear:
             weight = weight_of(name)
-            if load_extension() and _can_fuse(layout, [weight], examples, scheme):
+            if load_extension() and _can_fuse(layout, [weight], examples):
                 product, observe = partial(linears.product, name), partial(linears.observe, name)
                 found.append(CodesModule(module, (weight,), FUSED_ROWS, product, observe))
         elif name in mixtures:
@@ -84,10 +84,10 @@ def modules_from_codes(
             # Without the kernel an expert is dequantized again for each token that chose it, so with more pairs than experts dequantizing
             # all of them once is faster. Not in several groups, which a graph cannot contain.
             in_groups = layout[weights[0]].expert_group not in (0, experts.num_experts)
-            fuses = in_groups or _can_fuse(layout, weights, examples, scheme)
+            fuses = in_groups or _can_fuse(layout, weights, examples)
             max_tokens = FUSED_ROWS if fuses else min(FUSED_ROWS, experts.num_experts // experts.top_k)
             rows = {weight: layout[weight].plain.shape[1] for weight in weights}
-            forward = experts_forward(module, experts, rows, scheme, packed_now)
+            forward = experts_forward(module, experts, rows, packed_now)
             found.append(CodesModule(module, weights, max_tokens, forward))
     return found, linears
 
@@ -136,7 +136,8 @@ class SharedInput(ABC):
 class JoinedWeights(NamedTuple):
     names: list[str]  # of modules, in the order of memory
     rows: list[int]  # of each
-    tensors: list[torch.Tensor]  # codes, scales, minima and biases of all of them
+    operands: tuple[Any, ...]  # as of `kernels.quantization.operands`, for all of them
+    bias: torch.Tensor
 
 
 class Linears(SharedInput):
@@ -145,10 +146,10 @@ class Linears(SharedInput):
     Adjacent weights with the same input, as those of queries, keys and values, are multiplied as one.
     """
 
-    def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
+    def __init__(self, block: nn.Module, packed_now: Callable[[str], Packed]):
         super().__init__()
         self.linears = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
-        self.scheme, self.packed_now = scheme, packed_now
+        self.packed_now = packed_now
         self.joined: dict[tuple[tuple[str, ...], int], JoinedWeights | None] = {}  # by names and address of the first
 
     def alike(self, one: str, other: str) -> bool:
@@ -160,31 +161,40 @@ class Linears(SharedInput):
         joined = self._joined_weights(names)
         if joined is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
             return [self._product(name, x) for name in names]
-        codes, scales, minima, bias = joined.tensors
-        bits, group_size, rows = self.scheme.bits, self.scheme.group_size, sum(joined.rows)
-        out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, rows, bias)
+        out = torch.ops.zero_inference.linear_groups(flat, *joined.operands, sum(joined.rows), joined.bias)
         by_name = dict(zip(joined.names, out.view(*x.shape[:-1], -1).split(joined.rows, -1)))
         return [by_name[name].contiguous() for name in names]
 
     def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        module, (codes, scales, minima, *_) = self.linears[name], self.packed_now(weight_of(name))
-        bits, group_size = self.scheme.bits, self.scheme.group_size
-        return quantized_linear(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
+        module = self.linears[name]
+        return quantized_linear(x, self.packed_now(weight_of(name)).weight, module.out_features, module.bias)
 
     def _joined_weights(self, names: tuple[str, ...]) -> JoinedWeights | None:
         """Return the weights of all `names` as one; None unless they follow each other in memory."""
-        key = names, self.packed_now(weight_of(names[0])).codes.data_ptr()
+        first = self.packed_now(weight_of(names[0]))
+        key = names, first.weight.codes.data_ptr()
         if key not in self.joined:
-            packed = {name: self.packed_now(weight_of(name)) for name in names}
-            ordered = sorted(names, key=lambda name: packed[name].codes.data_ptr())
-            codes, scales, minima = zip(*(packed[name][:3] for name in ordered))
+            weights = {name: self.packed_now(weight_of(name)).weight for name in names}
+            ordered = sorted(names, key=lambda name: weights[name].codes.data_ptr())
+            rows = [self.linears[name].out_features for name in ordered]
+            weight = _join_weights([weights[name] for name in ordered], rows)
             biases = [self.linears[name].bias for name in ordered]
             if biases[0] is None:
-                biases = [no_bias(scales[0].device, scales[0].dtype)]
-            tensors = [_join_adjacent(each) for each in (codes, scales, minima, biases)]
-            rows = [self.linears[name].out_features for name in ordered]
-            self.joined[key] = None if any(each is None for each in tensors) else JoinedWeights(ordered, rows, tensors)
+                biases = [no_bias(first.plain.device, first.plain.dtype)]
+            bias = _join_adjacent(biases)
+            found = weight is not None and bias is not None
+            self.joined[key] = JoinedWeights(ordered, rows, operands(weight), bias) if found else None
         return self.joined[key]
+
+
+def _join_weights(weights: Sequence[QuantizedWeight], rows: Sequence[int]) -> QuantizedWeight | None:
+    """Return adjacent weights of one format, with so many rows each, as one; None if they are not."""
+    form = weights[0].format
+    # scales of the rows of one weight may not be those of the next
+    if any(each.format != form for each in weights) or any(each % form.group_rows for each in rows[:-1]):
+        return None
+    joined = {name: _join_adjacent([each.tensors[name] for each in weights]) for name in form.tensors((0, 0))}
+    return None if None in joined.values() else QuantizedWeight(form, **joined)
 
 
 def _join_adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -204,7 +214,6 @@ def experts_forward(
     module: nn.Module,
     experts: FusedExperts,
     rows: Mapping[str, int],
-    scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
 ) -> Callable[..., torch.Tensor]:
     """Return a forward for a module of experts that computes the experts that each token is routed to, and no others.
@@ -218,11 +227,9 @@ def experts_forward(
     def product(
         weight: str, bias: str, x: torch.Tensor, slot: torch.Tensor, epilogue: Epilogue | None, tokens: int
     ) -> torch.Tensor:  # [pairs, rows]
-        codes, scales, minima = (part.view(experts.num_experts, -1) for part in packed_now(weight)[:3])
-        x, added, group_size = x.to(scales.dtype), getattr(module, bias) if bias else None, scheme.group_size
-        return quantized_expert_linear(
-            x, codes, scales, minima, scheme.bits, group_size, rows[weight], slot, added, epilogue, tokens
-        )
+        packed, added = packed_now(weight), getattr(module, bias) if bias else None
+        x = x.to(packed.plain.dtype)
+        return quantized_expert_linear(x, packed.weight, rows[weight], slot, added, epilogue, tokens)
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
@@ -292,13 +299,10 @@ def epilogue_of(experts: FusedExperts) -> Epilogue:
     )
 
 
-def _can_fuse(
-    layout: BlockLayout, names: Sequence[str], examples: Sequence[Mapping[str, Packed]], scheme: GroupQuantization
-) -> bool:
+def _can_fuse(layout: BlockLayout, names: Sequence[str], examples: Sequence[Mapping[str, Packed]]) -> bool:
     """Return whether the device has a kernel for products with the weights `names` in all `examples`."""
 
-    def fuses(name: str, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> bool:
-        x = torch.empty(1, layout[name].plain.shape[-1], dtype=scales.dtype, device=scales.device)
-        return can_fuse(x, codes, scales, minima, scheme.bits, scheme.group_size)
+    def fuses(name: str, packed: Packed) -> bool:
+        return can_fuse(packed.plain.new_empty(1, layout[name].plain.shape[-1]), packed.weight)
 
-    return all(name in example and fuses(name, *example[name][:3]) for example in examples for name in names)
+    return all(name in example and fuses(name, example[name]) for example in examples for name in names)

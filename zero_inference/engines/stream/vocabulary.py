@@ -19,6 +19,7 @@ from zero_inference.cpu.library import load_library
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import Job
 from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kernels.products import FUSED_ROWS, can_fuse, quantized_linear
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.empty_model import parameter_names
@@ -120,20 +121,20 @@ class HeadWeight(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        numel = math.prod(self.shape)
-        return self.scheme.packed_bytes(numel) + 2 * numel // self.scheme.group_size * self.scheme.dtype.itemsize
+        return self.scheme.stored_bytes(math.prod(self.shape), self.scheme.dtype)
 
-    def packed(self, values: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return codes, scales and minima of `values` on `device`, where `HEAD_CHUNK_BYTES` of rows are quantized at a time."""
-        numel, step = values.numel(), max(1, HEAD_CHUNK_BYTES // self.row_bytes)
-        codes = torch.empty(self.scheme.packed_bytes(numel), dtype=torch.uint8, device=device)
-        scales = torch.empty(numel // self.scheme.group_size, dtype=self.scheme.dtype, device=device)
-        parts = codes, scales, torch.empty_like(scales)
+    def packed(self, values: torch.Tensor, device: torch.device) -> QuantizedWeight:
+        """Return `values` quantized on `device`, where `HEAD_CHUNK_BYTES` of rows are quantized at a time."""
+        form, step = self.scheme.weight_format(self.scheme.dtype), max(1, HEAD_CHUNK_BYTES // self.row_bytes)
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in form.tensors(self.shape).items()
+        }
         for first in range(0, len(values), step):
             rows = values[first : first + step].to(device)
-            for part, new in zip(parts, quantize(rows, self.scheme)):
-                part.view(len(values), -1)[first : first + step] = new.view(len(rows), -1)
-        return parts
+            for part, new in zip(tensors.values(), quantize(rows, self.scheme)):
+                part[first : first + step] = new.view(len(rows), -1)
+        return QuantizedWeight(form, **tensors)
 
 
 def find_head(model: Any, dtype: torch.dtype, group_sizes: Sequence[int]) -> HeadWeight | None:
@@ -157,9 +158,7 @@ class QuantizedHead:
         workspace: uint8, at least a row in the model's dtype; nothing else uses it during the head's call.
     """
 
-    def __init__(
-        self, module: nn.Module, weight: HeadWeight, packed: tuple[torch.Tensor, ...], workspace: torch.Tensor
-    ):
+    def __init__(self, module: nn.Module, weight: HeadWeight, packed: QuantizedWeight, workspace: torch.Tensor):
         self.module, self.weight, self.packed, self.patches = module, weight, packed, Patches()
         count = workspace.numel() // weight.row_bytes
         count = min(weight.shape[0], count // HEAD_ROWS_MULTIPLE * HEAD_ROWS_MULTIPLE or count)
@@ -169,21 +168,19 @@ class QuantizedHead:
 
     def logits(self, input: torch.Tensor) -> torch.Tensor:
         """Return logits [..., rows] of `input` [..., columns]: few tokens multiply codes, more multiply chunks of dequantized rows."""
-        (count, columns), size, bias = self.weight.shape, self.weight.scheme.group_size, self.module.bias
-        codes, scales, minima = self.packed
+        (count, columns), packed, bias = self.weight.shape, self.packed, self.module.bias
         x = input.reshape(-1, columns)
         if len(x) <= FUSED_ROWS:
-            if can_fuse(x, codes, scales, minima, HEAD_BITS, size, bias):
-                return quantized_linear(input, codes, scales, minima, HEAD_BITS, size, count, bias)
+            if can_fuse(x, packed, bias):
+                return quantized_linear(input, packed, count, bias)
             if not x.is_cuda and load_library() is not None:
-                weight = cpu_products.weight_of_groups(codes, scales, minima, HEAD_BITS, size)
-                return cpu_products.linear_groups(input, weight, count, bias)
+                return cpu_products.linear_groups(input, packed, count, bias)
         out = x.new_empty(len(x), count)
         for first in range(0, count, len(self.rows)):
             rows = self.rows[: count - first]
             last = first + len(rows)
-            codes, scales, minima = (part.view(count, -1)[first:last].flatten() for part in self.packed)
-            dequantize(codes, scales, minima, HEAD_BITS, size, rows)
+            chunk = {name: tensor[first:last] for name, tensor in packed.tensors.items()}
+            dequantize(QuantizedWeight(packed.format, **chunk), rows)
             if bias is None:
                 torch.mm(x, rows.mT, out=out[:, first:last])
             else:
@@ -192,4 +189,5 @@ class QuantizedHead:
 
     def close(self) -> None:
         self.patches.close()
-        self.packed, self.rows = (), self.rows.new_empty(0, 0)
+        empty = self.rows.new_empty(0, 0)
+        self.packed, self.rows = QuantizedWeight(self.packed.format, empty), empty

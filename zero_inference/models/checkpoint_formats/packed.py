@@ -1,0 +1,166 @@
+"""Integers in 32-bit words: GPTQ and AWQ. Scales and zero points are by groups of rows of the stored matrices, which are [K, N].
+
+GPTQ (`quant_method: gptq`; bits b of 4 or 8)
+    W.qweight  int32 [K * b / 32, N]: 32 / b consecutive k in a word, the first in the lowest bits
+    W.qzeros   int32 [K / group, N * b / 32]: consecutive n in a word; one less than the zero point unless `checkpoint_format: gptq_v2`
+    W.scales   float16 [K / group, N]
+    W.g_idx    int32 [K]: the group of each k; with `desc_act` they are not in order
+
+AWQ (`quant_method: awq`; 4 bits, version gemm)
+    W.qweight  int32 [K, N / 8]: nibble i of a word is column ORDER[i] of its 8, counted from the lowest
+    W.qzeros   int32 [K / group, N / 8], likewise
+    W.scales   float16 [K / group, N]
+
+W[n, k] = (code - zero point) * scale. As GPTQModel (nn_modules/qlinear) and AutoAWQ (awq/utils/packing_utils.py) define them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_inference.errors import RunError
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
+from zero_inference.models.checkpoint_formats.base import (
+    FLOATS,
+    WORDS,
+    CheckpointFormat,
+    Parts,
+    StoredWeight,
+    float_dtype,
+    integer_format,
+    refuse,
+    sizes_of,
+    skipped_modules,
+)
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+CHUNK_ROWS = 1024  # of an AWQ matrix [K, N], whose nibbles are rearranged at a time
+PARTS = {".qweight": "codes", ".qzeros": "zero_points", ".scales": "scales", ".g_idx": "groups"}
+
+
+@dataclass(frozen=True)
+class Gptq(CheckpointFormat):
+    zero_point_offset: int = 1
+    reorders: bool = False  # desc_act
+
+    @classmethod
+    def of(cls, model: str, config: dict[str, Any]) -> Gptq:
+        bits, version = config.get("bits"), config.get("checkpoint_format") or "gptq"
+        if bits not in (4, 8):
+            raise refuse(model, f"gptq with {bits} bits", "4 and 8 are read")
+        if version not in ("gptq", "gptq_v2"):
+            raise refuse(model, f"gptq with checkpoint_format {version!r}", "gptq and gptq_v2 are read")
+        overrides = [key for key in config.get("dynamic") or {} if not str(key).startswith("-")]
+        if overrides:
+            raise refuse(
+                model, f"gptq with dynamic settings for {overrides[0]!r}", "one setting for all modules is read"
+            )
+        offset = 0 if version == "gptq_v2" else 1
+        skipped = () if config.get("lm_head") else ("lm_head",)
+        return cls(
+            f"int{bits} (GPTQ)",
+            PARTS,
+            suffix=".weight",
+            skipped=(
+                *skipped,
+                *(f"re:{str(each)[2:]}" for each in config.get("dynamic") or () if str(each).startswith("-:")),
+            ),
+            bits=bits,
+            group_size=config.get("group_size", -1),
+            zero_point_offset=offset,
+            reorders=bool(config.get("desc_act")) and config.get("group_size", -1) != -1,
+        )
+
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        return None if self.reorders else integer_format(self.bits, self.group_size, shape, torch.float16, True)
+
+    def weight(self, parts: Parts) -> StoredWeight:
+        in_word = 32 // self.bits
+        codes = parts.take("codes", WORDS, (None, None))
+        columns, rows = codes.shape[0] * in_word, codes.shape[1]
+        size = sizes_of(parts, columns, self.group_size)
+        groups = columns // size
+        scales = parts.take("scales", FLOATS, (groups, rows))
+        zero_points = parts.take("zero_points", WORDS, (groups, -(-rows // in_word)))
+        form = WeightFormat(
+            Codes.INT4 if self.bits == 4 else Codes.INT8, size, 1, float_dtype(scales.tensor), zero_points=True
+        )
+        order = column_order(parts, columns, size) if "groups" in parts else None
+
+        def read() -> QuantizedWeight:
+            packed = codes().t().contiguous().view(torch.uint8)  # the bytes of a word are consecutive k, as in our rows
+            packed = packed if order is None else take_columns(packed, order, self.bits)
+            zeros = unpack(zero_points(), self.bits)[:, :rows] + self.zero_point_offset
+            return QuantizedWeight(form, packed, scales().t().contiguous(), zeros.t().contiguous())
+
+        return StoredWeight((rows, columns), form, read, column_order=order)
+
+
+@dataclass(frozen=True)
+class Awq(CheckpointFormat):
+    @classmethod
+    def of(cls, model: str, config: dict[str, Any]) -> Awq:
+        bits, version = config.get("bits", config.get("w_bit", 4)), str(config.get("version") or "gemm").lower()
+        if bits != 4:
+            raise refuse(model, f"awq with {bits} bits", "4 are read")
+        if version != "gemm":
+            raise refuse(model, f"awq version {version!r}", "gemm is read")
+        size = config.get("group_size", config.get("q_group_size", 128))
+        skipped = ("lm_head", *skipped_modules(config, "modules_to_not_convert"))
+        return cls("int4 (AWQ)", PARTS, suffix=".weight", skipped=skipped, group_size=size)
+
+    def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
+        return integer_format(4, self.group_size, shape, torch.float16, True)
+
+    def weight(self, parts: Parts) -> StoredWeight:
+        codes = parts.take("codes", WORDS, (None, None))
+        columns, rows = codes.shape[0], codes.shape[1] * 8
+        size = sizes_of(parts, columns, self.group_size)
+        scales = parts.take("scales", FLOATS, (columns // size, rows))
+        # without zero points (`zero_point: false`) AutoAWQ still stores 8
+        zero_points = parts.take("zero_points", WORDS, (columns // size, rows // 8))
+        form = WeightFormat(Codes.INT4, size, 1, float_dtype(scales.tensor), zero_points=True)
+
+        def read() -> QuantizedWeight:
+            words, packed = codes(), torch.empty(rows, columns // 2, dtype=torch.uint8)
+            for first in range(0, columns, CHUNK_ROWS):
+                some = unpack(words[first : first + CHUNK_ROWS], 4, ORDER)  # [k, N]
+                packed[:, first // 2 : (first + len(some)) // 2] = (some[0::2] | some[1::2] << 4).t()
+            zeros = unpack(zero_points(), 4, ORDER).t().contiguous()
+            return QuantizedWeight(form, packed, scales().t().contiguous(), zeros)
+
+        return StoredWeight((rows, columns), form, read)
+
+
+def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Return the codes uint8 [rows, words * 32 / bits] in int32 `words` [rows, words]; `order`: the column of each code of a word."""
+    in_bytes = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return in_bytes
+    codes = torch.stack([in_bytes & 15, in_bytes >> 4], -1).view(*words.shape, 8)
+    if order is not None:
+        codes = codes[..., torch.tensor(order).argsort()]
+    return codes.view(len(words), -1)
+
+
+def column_order(parts: Parts, columns: int, size: int) -> Tensor | None:
+    """Return the columns by group, int64 [K], where part "groups" gives the group of each column; None if they are in order."""
+    group_of = parts.take("groups", WORDS, (columns,))().long()
+    found, order = group_of.sort(stable=True)
+    if not torch.equal(found, torch.arange(columns) // size):
+        raise RunError(
+            f"{parts.folder}: {parts.keys['groups']} does not give each group {size} columns (group_size in its config); fetch it again."
+        )
+    return None if torch.equal(found, group_of) else order
+
+
+def take_columns(packed: Tensor, order: Tensor, bits: int) -> Tensor:
+    """Return codes uint8 [N, K * bits / 8] with their columns in another order."""
+    if bits == 8:
+        return packed[:, order]
+    codes = torch.stack([packed & 15, packed >> 4], -1).view(len(packed), -1)[:, order]
+    return codes[:, 0::2] | codes[:, 1::2] << 4

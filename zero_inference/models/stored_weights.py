@@ -1,0 +1,223 @@
+"""Weights of a quantized checkpoint that an engine keeps as they are stored: which parameters these are, and their tensors, read or drawn.
+
+transformers renames and fuses the tensors of a checkpoint, as it does for plain weights: all codes of a layer, then all scales, and so on,
+because its operations (stacking experts, joining gate and up) act on rows, which all of them have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_inference.errors import RunError
+from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
+from zero_inference.models.checkpoint_files import Shards
+from zero_inference.models.checkpoint_formats import StoredWeight
+from zero_inference.models.empty_model import set_tensor
+from zero_inference.models.layers import find_layers, first_of_kind
+from zero_inference.models.mlp import detect_experts
+from zero_inference.models.spec import ModelSpec
+
+LARGEST_GROUP = 128  # columns, in kernels of products
+EXPERT = r"(\.experts)\.\d+\."  # in the key of a weight
+READERS = 4  # threads that read and rearrange the tensors of weights
+Convert = Callable[[dict[str, Any]], None]  # gives parameters of the model the tensors of a checkpoint, by its keys
+NAMES = ("codes", "scales", "offsets", "row_scales")
+
+
+def stored_formats(model: nn.Module, spec: ModelSpec) -> dict[str, tuple[WeightFormat, bool]]:
+    """Return parameter -> (format, stored transposed) of the weights of decoder layers that an engine can keep as they are stored.
+
+    The files of the checkpoint decide where they are here, else its quantization config.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    checkpoint, found = spec.checkpoint_format, {}
+    if checkpoint is None:
+        return {}
+    from_files = _formats_in_files(model, spec)
+    dtype, mapping = getattr(spec.config, "dtype", None) or spec.dtype, get_model_conversion_mapping(model)
+    for name, (shape, transposed) in _weights(model).items():
+        form = None if from_files is None else from_files.get(name)
+        if from_files is None:
+            modules = checkpoint_modules(mapping, name)
+            if not any(map(checkpoint.skips, modules)):
+                form = checkpoint.format_of(modules[-1], shape, dtype)
+        if form is not None and shape[-1] * form.bits % 8 == 0:
+            found[name] = _kept_format(form, shape), transposed
+    return found
+
+
+def _kept_format(form: WeightFormat, shape: tuple[int, ...]) -> WeightFormat:
+    """Return the format in which a weight is kept, with the same values: products with codes need groups of at most `LARGEST_GROUP`
+    columns of integers, and whole groups of rows in a stack of matrices, of which gate and up have N / 2 rows each."""
+    size = form.group_size
+    if form.codes in (Codes.INT4, Codes.INT8) and size > LARGEST_GROUP:
+        form = replace(form, group_size=next((each for each in (LARGEST_GROUP, 64, 32) if size % each == 0), size))
+    if len(shape) > 2 and shape[-2] % (2 * form.group_rows):
+        form = replace(form, group_rows=1)
+    return form
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return parameter -> (shape [..., out, in], whether the model has it transposed) of linear modules and experts in decoder layers."""
+    found: dict[str, tuple[tuple[int, ...], bool]] = {}
+    (prefix, layers), same_as = find_layers(model), first_of_kind(model)
+    by_layer: dict[int, dict[str, tuple[tuple[int, ...], bool]]] = {}
+    for index, layer in enumerate(layers):
+        first = same_as.get(index, index)
+        by_layer[index] = by_layer[first] if first in by_layer else dict(_weights_of(layer))
+        found |= {f"{prefix}.{index}.{own}": each for own, each in by_layer[index].items()}
+    return found
+
+
+def _weights_of(layer: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], bool]]]:
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            yield f"{name}.weight", (tuple(module.weight.shape), False)
+        elif any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            experts = detect_experts(module)
+            for own in (experts.gate_up, experts.down) if experts is not None else ():
+                parameter = module.get_parameter(own)
+                shape = parameter.mT.shape if experts.transposed else parameter.shape
+                yield f"{name}.{own}", (tuple(shape), experts.transposed)
+
+
+def checkpoint_modules(mapping: Iterable[Any], name: str) -> list[str]:
+    """Return the modules by which parameter `name` may be called in a checkpoint or its config, those of single experts last.
+
+    Args:
+        mapping: transformers' `get_model_conversion_mapping` of the model.
+    """
+    found = [name]
+    for each in mapping:
+        for target in each.target_patterns:
+            sources = [source.replace("*", "0") for source in each.source_patterns]
+            found += [known.replace(target, source) for known in [*found] for source in sources if target in known]
+    return list(dict.fromkeys(each.removesuffix(".weight") for each in found))
+
+
+def _formats_in_files(model: nn.Module, spec: ModelSpec) -> dict[str, WeightFormat] | None:
+    """Return parameter -> format of quantized weights by the headers of the checkpoint's files; None where they are not here."""
+    if not spec.weights_are_here:
+        return None
+    with suppress(RunError):  # damaged: loading says so
+        shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
+        keys = [key for key in shards.quantized if re.sub(EXPERT, r"\1.0.", key) == key]  # one expert stands for all
+        with shards.open(keys) as tensors:
+            weights = {key: weight for key, weight in tensors.items() if weight.column_order is None}
+        return {name: weights[key].format for key, name in parameter_of_key(model, weights).items()}
+    return None
+
+
+def parameter_of_key(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Return checkpoint key -> parameter, by transformers' renaming."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping, state = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    found = {}
+    for key in keys:
+        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        found[key] = key if name not in state and key in state else name
+    return found
+
+
+def read_stored(
+    model: nn.Module,
+    stored: Mapping[str, tuple[str, StoredWeight]],
+    formats: Mapping[str, tuple[WeightFormat, bool]],
+    convert: Convert,
+) -> dict[str, QuantizedWeight]:
+    """Read weights of a checkpoint, and return the parameters of the model that they make.
+
+    Args:
+        stored: checkpoint key -> (parameter, weight).
+        formats: of these parameters, as `stored_formats` gives them.
+
+    Raises:
+        RunError: a weight is not stored in the format of its parameter.
+    """
+
+    def read(item: tuple[str, tuple[str, StoredWeight]]) -> tuple[str, QuantizedWeight]:
+        key, (name, weight) = item
+        form, transposed = formats[name]
+        try:
+            if weight.column_order is not None or weight.transposed != transposed:
+                raise ValueError("its columns are in another order")
+            return key, weight.read().converted(form, weight.shape)
+        except ValueError as error:
+            raise RunError(f"{key} cannot be kept as it is stored ({error}); use --quant-bits 16, 8 or 4.") from error
+
+    with ThreadPoolExecutor(READERS) as pool:
+        weights = dict(pool.map(read, stored.items()))
+    names = dict.fromkeys(name for name, _ in stored.values())
+    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    plain = {name: model.get_parameter(name) for name in names}
+    for part in NAMES:
+        having = {key: weight for key, weight in weights.items() if part in weight.tensors}
+        for name in {stored[key][0] for key in having}:
+            form, transposed = formats[name]
+            shape = plain[name].mT.shape if transposed else plain[name].shape
+            of_part, dtype = form.tensors(tuple(shape))[part]
+            # a row has one factor, and operations on rows need columns
+            of_part = (*of_part, 1) if part == "row_scales" else of_part
+            set_tensor(
+                model, [name], nn.Parameter(torch.empty(of_part, dtype=dtype, device="meta"), requires_grad=False)
+            )
+        convert({key: _with_columns(part, stored[key][1].shape, weight) for key, weight in having.items()})
+        for name in {stored[key][0] for key in having}:
+            tensors[name][part] = model.get_parameter(name).data
+            set_tensor(model, [name], plain[name])
+    return {name: QuantizedWeight(formats[name][0], **parts) for name, parts in tensors.items()}
+
+
+def _with_columns(part: str, shape: tuple[int, ...], weight: QuantizedWeight) -> Tensor:
+    tensor = weight.tensors[part]
+    return (
+        tensor.view(*shape[:-1], -1)
+        if part in ("codes", "row_scales")
+        else tensor.view(weight.format.scale_shape(shape))
+    )
+
+
+def draw_stored(form: WeightFormat, shape: tuple[int, ...], std: float, generator: torch.Generator) -> QuantizedWeight:
+    """Return a random weight of about the standard deviation `std`: codes, and scales that are all equal."""
+    device = generator.device
+    spread = {Codes.INT4: 4.3, Codes.INT8: 73.6, Codes.E2M1: 2.93, Codes.E4M3: 16.0}[form.codes]  # of random codes
+    tensors: dict[str, Tensor] = {}
+    for name, (of_part, dtype) in form.tensors(shape).items():
+        if name == "codes" and form.codes == Codes.E4M3:
+            numbers = torch.empty(of_part, dtype=torch.bfloat16, device=device)
+            tensors[name] = numbers.normal_(0.0, spread, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
+        elif name == "codes":
+            tensors[name] = _draw_codes(form.codes, of_part, generator)
+        elif name == "offsets":  # zero points: the scheme with minima is that of weights which are quantized here
+            tensors[name] = torch.full(of_part, form.codes.center, dtype=dtype, device=device)
+        elif name == "scales" and form.row_scales:
+            tensors[name] = torch.ones(of_part, device=device).to(dtype)
+        elif name == "row_scales" and form.divides:
+            tensors[name] = torch.full(of_part, spread / std, dtype=dtype, device=device)
+        else:
+            tensors[name] = torch.full(of_part, std / spread, device=device).to(dtype)
+    return QuantizedWeight(form, **tensors)
+
+
+def _draw_codes(codes: Codes, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return random bytes of codes whose numbers have mean 0: another mean, which all tokens share, grows from layer to layer."""
+
+    def drawn(low: int, high: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=generator.device).random_(low, high, generator=generator)
+
+    if codes == Codes.INT4:  # 1 to 15, as 0 has no counterpart
+        return drawn(1, 16).bitwise_or_(drawn(1, 16).bitwise_left_shift_(4))
+    return drawn(int(codes == Codes.INT8), 256)
