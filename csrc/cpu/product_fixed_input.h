@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kFixedColumns = 64;
 
-// 64 columns of a row of x. terms: h and l; for int4 even columns before odd ones.
+// 64 columns of a row of x. terms: h and l; for 4 bits even columns before odd ones.
 struct FixedBlock {
   alignas(64) char terms[2][64];
   float steps[4];  // of its x groups
