@@ -12,8 +12,9 @@ from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, SAVED, Ex
 from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.pool import CpuPool, Routing
-from zero_inference.cpu.products import Matrix, weight_of_groups
+from zero_inference.cpu.products import Matrix
 from zero_inference.kernels.formats import Codes, WeightFormat, dequantize_reference
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.timing import Transfers
 
@@ -78,7 +79,9 @@ class Mixture:
                 matrices.append(Matrix.quantized(made, *size, dtype))
             elif bits:
                 parts, weight = quantized(weight, bits, 32)
-                matrices.append(Matrix.quantized(weight_of_groups(*parts, bits, 32), rows, weight.shape[-1], dtype))
+                matrices.append(
+                    Matrix.quantized(GroupQuantization(bits, 32).as_weight(*parts), rows, weight.shape[-1], dtype)
+                )
             else:
                 parts = (weight.view(rows, -1),)
                 matrices.append(Matrix.plain(*parts))

@@ -22,7 +22,8 @@ from zero_inference.cpu.pool import (
     Stage,
     Weight,
 )
-from zero_inference.cpu.products import Matrix, weight_of_groups
+from zero_inference.cpu.products import Matrix
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.timing import Transfers
 
@@ -80,7 +81,9 @@ def test_products_of_one_input_side_by_side_from_codes(bits, pool):
         kept.append(parts)
         restored.append(plain_weight)
         weights.append(
-            Weight(Matrix.quantized(weight_of_groups(*parts, bits, 32), rows, HIDDEN, torch.float32), None, 0)
+            Weight(
+                Matrix.quantized(GroupQuantization(bits, 32).as_weight(*parts), rows, HIDDEN, torch.float32), None, 0
+            )
         )
     task = pool.add_block([Stage(weights)], torch.float32)
     for rows in (1, 9):
@@ -92,7 +95,7 @@ def test_products_of_one_input_side_by_side_from_codes(bits, pool):
 
 def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(pool):
     packed, whole = quantized(random(64, HIDDEN), 4, 32)
-    matrix = Matrix.quantized(weight_of_groups(*packed, 4, 32), 64, HIDDEN, torch.float32)
+    matrix = Matrix.quantized(GroupQuantization(4, 32).as_weight(*packed), 64, HIDDEN, torch.float32)
     x = torch.randn(3, HIDDEN)
     for first in (0, 32):
         task = pool.add_block([Stage([Weight(matrix.rows_view(first, 32), None, 0)])], torch.float32)

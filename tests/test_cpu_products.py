@@ -14,8 +14,9 @@ from kernel_cases import random_weight, relative_error, skip_without
 
 from zero_inference.cpu import library
 from zero_inference.cpu.library import INSTRUCTIONS
-from zero_inference.cpu.products import PLAIN, Matrix, linear_groups, multiply_rows, weight_of_groups
+from zero_inference.cpu.products import PLAIN, Matrix, linear_groups, multiply_rows
 from zero_inference.kernels.formats import Codes, WeightFormat, dequantize_reference
+from zero_inference.kernels.quantization import GroupQuantization
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)
@@ -45,7 +46,7 @@ PUBLISHED = {
         WeightFormat(Codes.E2M1, 16, scale_dtype=torch.float8_e4m3fn, row_scales=True, divides=True),
         (35, 512),
     ),
-    "FP8 blocks": (WeightFormat(Codes.E4M3, 128, group_rows=128), (256, 576), (128, 331)),
+    "FP8 blocks": (WeightFormat(Codes.E4M3, 128, group_rows=128), (256, 576), (200, 331)),
     "FP8 groups": (WeightFormat(Codes.E4M3, 128), (37, 1088)),
     "FP8 rows": (WeightFormat(Codes.E4M3, row_scales=True), (37, 331), (19, 2400)),
 }
@@ -110,7 +111,7 @@ def matrix_of(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix,
     if not bits:
         return Matrix.plain(weight), (weight,), weight
     parts, restored = packed(weight, bits, group_size)
-    matrix = Matrix.quantized(weight_of_groups(*parts, bits, group_size), *weight.shape, weight.dtype)
+    matrix = Matrix.quantized(GroupQuantization(bits, group_size).as_weight(*parts), *weight.shape, weight.dtype)
     codes, scale, minimum = parts
     codes = torch.stack([codes & 15, codes >> 4], 1) if bits == 4 else codes
     matrix.exact = (codes.view(-1, group_size) * scale.double()[:, None] + minimum.double()[:, None]).view_as(weight)
@@ -385,7 +386,7 @@ def test_float16_keeps_its_range_and_precision(instructions, use):
 def test_linear_adds_a_bias_rounds_once_and_keeps_shapes():
     weight = a_weight(11, 96, torch.float32)
     parts, restored = packed(weight, 8, 32)
-    quantized = weight_of_groups(*parts, 8, 32)
+    quantized = GroupQuantization(8, 32).as_weight(*parts)
     for x_dtype in DTYPES:
         x = an_input(6, 96, x_dtype).view(2, 3, 96).transpose(0, 1)
         bias = a_weight(1, 11, torch.float32)[0]
@@ -407,7 +408,7 @@ def test_what_does_not_fit_is_refused():
         ((codes, scale, minimum), 24, "no whole groups"),
     ):
         with pytest.raises(ValueError, match=message):
-            Matrix.quantized(weight_of_groups(*parts, 4, group_size), 5, 64, torch.float32)
+            Matrix.quantized(GroupQuantization(4, group_size).as_weight(*parts), 5, 64, torch.float32)
     best = library.best_instructions()
     if best != INSTRUCTIONS[-1]:
         with pytest.raises(ValueError, match=f"'amx': this processor has '{best}' at best"):

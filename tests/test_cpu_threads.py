@@ -76,7 +76,7 @@ import torch
 
 from zero_inference.cpu.attention import attention
 from zero_inference.cpu.pool import CpuPool
-from zero_inference.cpu.products import linear_groups, quantize, weight_of_groups
+from zero_inference.cpu.products import linear_groups, quantize
 from zero_inference.errors import RunError
 from zero_inference.hardware.bench_cpu import measure_read_gb_per_s
 from zero_inference.kernels.quantization import GroupQuantization
@@ -85,14 +85,14 @@ weight, x, threads = torch.randn(4096, 64), torch.randn(3, 64), 256
 query, keys, values = torch.randn(2, 8, 1, 64), torch.randn(1, 2, 2, 500, 64), torch.randn(1, 2, 2, 500, 64)
 scheme = GroupQuantization(4, 32, torch.float32)
 codes = quantize(weight, scheme)
-expected = linear_groups(x, weight_of_groups(*codes, 4, 32), 4096), attention(query, keys, values, threads=1)
+expected = linear_groups(x, scheme.as_weight(*codes), 4096), attention(query, keys, values, threads=1)
 torch.set_num_threads(1)  # else OpenMP ends the process
 torch.get_num_threads = lambda: threads  # of products and quantizing
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20), resource.RLIM_INFINITY))
 with pytest.raises(RuntimeError):
     [threading.Thread(target=time.sleep, args=(1,), daemon=True).start() for _ in range(threads)]
-found = linear_groups(x, weight_of_groups(*codes, 4, 32), 4096), attention(query, keys, values, threads=threads)
+found = linear_groups(x, scheme.as_weight(*codes), 4096), attention(query, keys, values, threads=threads)
 assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected))
 assert all(torch.equal(*pair) for pair in zip(quantize(weight, scheme), codes))
 with pytest.raises(RunError, match="256 CPU threads could not be started"):

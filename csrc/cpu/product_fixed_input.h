@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kFixedColumns = 64;
 
-// 64 columns of a row of x. terms: h and l; for int4 even columns before odd ones.
+// 64 columns of a row of x. terms: h and l; for 4 bits even columns before odd ones.
 struct FixedBlock {
   alignas(64) char terms[2][64];
   float steps[4];  // of its x groups
@@ -45,20 +45,23 @@ inline void put_bytes(__m512i one, __m512i two, int part, char* terms) {
 }
 
 // Columns [k, k + 64), zeros from `columns` on.
-template <int kBits>
-inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t k, int64_t columns, FixedBlock& block) {
+template <int kBits, int kXGroups>
+inline void fix_block(const char* x, Dtype dtype, int64_t k, int64_t columns, FixedBlock& block) {
   Vector values[4];
   for (int part = 0; part < 2; ++part) {
     load_two_vectors(x, dtype, k + part * 32, columns, values[2 * part], values[2 * part + 1]);
   }
-  const int64_t vectors = 4 / layout.x_groups;  // of an x group
+  constexpr int kVectors = 4 / kXGroups;  // of an x group
   __m512i upper[4], lower[4];
-  for (int64_t s = 0; s < layout.x_groups; ++s) {
-    __m512i most = magnitude(values[s * vectors]), total = _mm512_setzero_si512();
-    for (int64_t i = 1; i < vectors; ++i) most = _mm512_max_epu32(most, magnitude(values[s * vectors + i]));
+#pragma GCC unroll 4
+  for (int s = 0; s < kXGroups; ++s) {
+    __m512i most = magnitude(values[s * kVectors]), total = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 1; i < kVectors; ++i) most = _mm512_max_epu32(most, magnitude(values[s * kVectors + i]));
     float inverse;
     find_step(_mm512_reduce_max_epu32(most), block.steps[s], inverse);
-    for (int64_t i = s * vectors; i < (s + 1) * vectors; ++i) {
+#pragma GCC unroll 4
+    for (int i = s * kVectors; i < (s + 1) * kVectors; ++i) {
       const __m512i numbers = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], broadcast(inverse)));
       upper[i] = _mm512_srai_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(128)), 8);
       lower[i] = _mm512_sub_epi32(numbers, _mm512_slli_epi32(upper[i], 8));
@@ -71,6 +74,14 @@ inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t 
     put_bytes<kBits>(upper[2 * part], upper[2 * part + 1], part, block.terms[0]);
     put_bytes<kBits>(lower[2 * part], lower[2 * part + 1], part, block.terms[1]);
   }
+}
+
+template <int kBits>
+inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t k, int64_t columns, FixedBlock& block) {
+  const auto fix = layout.x_groups == 1   ? fix_block<kBits, 1>
+                   : layout.x_groups == 2 ? fix_block<kBits, 2>
+                                          : fix_block<kBits, 4>;
+  fix(x, dtype, k, columns, block);
 }
 
 // Bytes of 4-bit codes.

@@ -22,20 +22,26 @@ struct TwoRows {
 template <Codes kCodes, ScaleForm kForm, typename Function>
 [[gnu::always_inline]] inline void for_two_rows(const Matrix& matrix, int64_t first, int64_t last, const Function& work) {
   const int64_t row_bytes = matrix.columns * bits_of(kCodes) / 8;
-  const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2);
+  const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2), groups = row_groups(matrix);
+  const char *const scales = static_cast<const char*>(matrix.scales), *const offsets = static_cast<const char*>(matrix.offsets);
   for (int64_t row = first; row < last; row += 2) {
     TwoRows rows;
     for (int r = 0; r < 2; ++r) {
       const int64_t here = row + r < last ? row + r : row;
       rows.codes[r] = values_at(matrix, here, 0);
-      rows.scales[r] = RowScales(matrix, here, 0);
+      if constexpr (kForm == ScaleForm::any) {
+        rows.scales[r] = RowScales(matrix, here, 0);
+      } else {
+        rows.scales[r].scales = scales + here * groups * scale_bytes<kForm>();
+        if constexpr (has_minima<kForm>()) rows.scales[r].offsets = offsets + here * groups * scale_bytes<kForm>();
+      }
       if constexpr (kForm == ScaleForm::e4m3) {
         rows.factors[r] = matrix.divides ? 1 / matrix.row_scales[here] : matrix.row_scales[here];
       }
     }
     const bool more = row + 1 + rows_ahead < last;
     rows.ahead = more ? rows_ahead * row_bytes : 0;
-    rows.groups_ahead = more ? rows_ahead * row_groups(matrix) : 0;
+    rows.groups_ahead = more ? rows_ahead * groups : 0;
     work(rows, row);
   }
 }
@@ -44,21 +50,19 @@ template <Codes kCodes, ScaleForm kForm, typename Function>
 template <int kCount, ScaleForm kForm>
 [[gnu::always_inline]] inline void take_groups(const Matrix& matrix, const TwoRows& rows, int64_t g, int64_t some,
                                                const char* sums, int64_t x_stride, Vector* scales, Vector (*total)[kCount]) {
-  constexpr bool kBytes = kForm == ScaleForm::e8m0 || kForm == ScaleForm::e4m3;
-  constexpr bool kOffsets = kForm == ScaleForm::float16 || kForm == ScaleForm::bfloat16 || kForm == ScaleForm::any;
-  int64_t scale_bytes = kBytes ? 1 : 2, offset_bytes = 2;
+  int64_t of_scale = scale_bytes<kForm>(), of_offset = of_scale;
   if constexpr (kForm == ScaleForm::any) {
-    scale_bytes = bytes_of(matrix.scale_dtype);
-    offset_bytes = matrix.offset_kind == Offsets::zero_points ? 1 : scale_bytes;
+    of_scale = bytes_of(matrix.scale_dtype);
+    of_offset = matrix.offset_kind == Offsets::zero_points ? 1 : of_scale;
   }
 #pragma GCC unroll 2
   for (int r = 0; r < 2; ++r) {
     RowScales from_row = rows.scales[r];
-    from_row.scales += g * scale_bytes;
-    prefetch(from_row.scales + rows.groups_ahead * scale_bytes);
-    if constexpr (kOffsets) {
-      from_row.offsets += g * offset_bytes;
-      prefetch(from_row.offsets + rows.groups_ahead * offset_bytes);
+    from_row.scales += g * of_scale;
+    prefetch(from_row.scales + rows.groups_ahead * of_scale);
+    if constexpr (kForm == ScaleForm::any || has_minima<kForm>()) {
+      from_row.offsets += g * of_offset;
+      prefetch(from_row.offsets + rows.groups_ahead * of_offset);
     }
     Vector minima;
     if constexpr (kForm == ScaleForm::e4m3) {  // as convert_scales, rounded otherwise

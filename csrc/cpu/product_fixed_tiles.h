@@ -355,7 +355,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
 template <int kBits>
 void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                          int64_t last, int64_t columns, char* input) {
-  // Rows of a tile in the second x group: int4 has even columns in rows 4 to 7, odd ones in 12 to 15.
+  // Rows of a tile in the second x group: 4 bits have even columns in rows 4 to 7, odd ones in 12 to 15.
   const __mmask16 second = layout.x_groups == 1 ? 0 : kBits == 4 ? 0xf0f0 : 0xff00;
   const int64_t beside = layout.inputs == 2 ? 1 : 2;  // terms
   const int64_t x_group_columns = beside * layout.width;

@@ -131,19 +131,26 @@ template <int kCount, Codes kCodes, ScaleForm kForm>
   }
 }
 
+// Not inlined: beside the state of its loop, one row of x with int4 took 8% longer.
+template <int kCount, Codes kCodes, ScaleForm kForm>
+[[gnu::noinline]] void multiply_rows(const Matrix& matrix, const Layout& layout, const TwoRows& rows, const char* input,
+                                     float* out, int64_t stride, int64_t rows_left) {
+  Vector total[2][kCount];
+#pragma GCC unroll 8
+  for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
+  multiply_fixed<kCount, kCodes, kForm>(matrix, layout, rows, input, total);
+#pragma GCC unroll 4
+  for (int m = 0; m < kCount; ++m) {
+    out[m * stride] = sum(total[0][m]);
+    if (rows_left > 1) out[m * stride + 1] = sum(total[1][m]);
+  }
+}
+
 template <int kCount, Codes kCodes, ScaleForm kForm>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
                       int64_t stride) {
   for_two_rows<kCodes, kForm>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
-    Vector total[2][kCount];
-#pragma GCC unroll 8
-    for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
-    multiply_fixed<kCount, kCodes, kForm>(matrix, layout, rows, input, total);
-#pragma GCC unroll 4
-    for (int m = 0; m < kCount; ++m) {
-      out[m * stride + row - first] = sum(total[0][m]);
-      if (row + 1 < last) out[m * stride + row + 1 - first] = sum(total[1][m]);
-    }
+    multiply_rows<kCount, kCodes, kForm>(matrix, layout, rows, input, out + row - first, stride, last - row);
   });
 }
 

@@ -15,7 +15,7 @@ enum class Form : int32_t {
   tiles,    // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
   split_tiles,       // likewise, and each value in two bfloat16 terms
   fixed_tiles,       // tiles of fixed-point numbers, their steps, and sums over x groups (product_fixed_tiles.h)
-  dequantized_tiles  // tiles, and int4 in the order of nibbles; products with codes that are dequantized strip by strip
+  dequantized_tiles  // tiles, and 4 bits in the order of nibbles; products with codes that are dequantized strip by strip
 };
 
 // Parts of the choice that benchmarks/cpu_product_forms.py leaves out in turn, so that the next best form takes over; the usual
@@ -52,8 +52,8 @@ struct Layout {
   Form form;
   bool vectors;  // float32: groups are whole vectors of codes; else codes are dequantized one by one
   // Order of columns within blocks. 4 bits and E4M3 in whole vectors: in blocks of this size, even columns before odd ones. Two
-  // terms: 32, column i is beside i + 16. dequantized_tiles with int4: 64 or 32, the order of product_dequantized_tiles.h. Else
-  // 0: unchanged.
+  // terms: 32, column i is beside i + 16. dequantized_tiles with 4 bits: 64 or 32, the order of product_dequantized_tiles.h.
+  // Else 0: unchanged.
   int64_t pairs;
   int64_t columns;  // with padding of zeros, a multiple of kStep
   int64_t bits;     // of the weight's codes

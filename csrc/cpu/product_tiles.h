@@ -243,8 +243,8 @@ inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64
     if constexpr (kForm == ScaleForm::any) {
       from_row = RowScales(matrix, row + r + 1, group);
     } else {
-      from_row.scales += groups * (kForm == ScaleForm::e8m0 ? 1 : 2);
-      from_row.offsets += groups * 2;
+      from_row.scales += groups * scale_bytes<kForm>();
+      from_row.offsets += groups * scale_bytes<kForm>();
     }
   }
 }

@@ -62,6 +62,17 @@ enum class ScaleForm {
   any
 };
 
+// Not of `any`.
+template <ScaleForm kForm>
+constexpr int64_t scale_bytes() {
+  return kForm == ScaleForm::e8m0 || kForm == ScaleForm::e4m3 ? 1 : 2;
+}
+
+template <ScaleForm kForm>
+constexpr bool has_minima() {
+  return kForm == ScaleForm::float16 || kForm == ScaleForm::bfloat16;
+}
+
 inline ScaleForm scale_form(const Matrix& matrix) {
   const bool of_rows = matrix.row_scales != nullptr, none = matrix.offset_kind == Offsets::none;
   if (matrix.group_rows != 1 || of_rows != (matrix.scale_dtype == Dtype::e4m3)) return ScaleForm::any;
@@ -144,7 +155,7 @@ template <ScaleForm kForm, bool kUnsigned>
     scale = some_of<Dtype::e8m0>(from_row.scales, count);
     if (kUnsigned) scale = scale * broadcast(0.5f);
     minimum = kUnsigned ? scale * broadcast(-12) : zero();
-  } else if constexpr (kForm == ScaleForm::float16 || kForm == ScaleForm::bfloat16) {
+  } else if constexpr (has_minima<kForm>()) {
     constexpr Dtype kDtype = kForm == ScaleForm::float16 ? Dtype::float16 : Dtype::bfloat16;
     scale = some_of<kDtype>(from_row.scales, count);
     minimum = some_of<kDtype>(from_row.offsets, count);
@@ -164,11 +175,15 @@ struct Scales {
 
   void convert(const Matrix& matrix, int64_t row, int64_t k, int64_t count) {
     const int64_t first = groups_in(matrix, k), groups = groups_in(matrix, k + count - 1) + 1 - first;
+    const int64_t size = bytes_of(matrix.scale_dtype);
+    RowScales from_row(matrix, row, first);
     for (int64_t i = 0; i < groups; i += kLanes) {
       Vector scales, minima;
-      convert_scales<false>(matrix, RowScales(matrix, row, first + i), groups - i, scales, minima);
+      convert_scales<false>(matrix, from_row, groups - i, scales, minima);
       store(scale + i, scales);
       store(minimum + i, minima);
+      from_row.scales += kLanes * size;
+      from_row.offsets += kLanes * (matrix.offset_kind == Offsets::zero_points ? 1 : size);
     }
   }
 };
@@ -178,22 +193,34 @@ inline Vector rounded(Dtype dtype, Vector value) {
 }
 
 // For any group size, columns in order; up to kMax of them.
-template <int64_t kMax>
+template <Codes kCodes, int64_t kMax>
 inline void dequantize_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int64_t count, int64_t padded, float* out) {
   const Scales<kMax> scales(matrix, row, k, count);
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
-  const bool is_byte = bits_of(matrix.codes) == 8;
+  const int64_t group_columns = matrix.group;
   int64_t left = left_in_group(matrix, k), group = 0;
+  float scale = scales.scale[0], minimum = scales.minimum[0];
   for (int64_t i = 0; i < count; ++i, --left) {
     if (left == 0) {
       ++group;
-      left = matrix.group;
+      left = group_columns;
+      scale = scales.scale[group];
+      minimum = scales.minimum[group];
     }
-    const int code = is_byte ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
-    out[i] = number_of(matrix.codes, code) * scales.scale[group] + scales.minimum[group];
+    const int code = bits_of(kCodes) == 8 ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
+    out[i] = number_of(kCodes, code) * scale + minimum;
   }
   for (int64_t i = count; i < padded; ++i) out[i] = 0;
   for (int64_t i = 0; i < padded; i += kLanes) store(out + i, rounded(matrix.dtype, load(out + i)));
+}
+
+template <int64_t kMax>
+inline void dequantize_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int64_t count, int64_t padded, float* out) {
+  const auto dequantize = matrix.codes == Codes::int8   ? dequantize_one_by_one<Codes::int8, kMax>
+                          : matrix.codes == Codes::int4 ? dequantize_one_by_one<Codes::int4, kMax>
+                          : matrix.codes == Codes::e2m1 ? dequantize_one_by_one<Codes::e2m1, kMax>
+                                                        : dequantize_one_by_one<Codes::e4m3, kMax>;
+  dequantize(matrix, row, k, count, padded, out);
 }
 
 // 2 * kLanes elements of x from column k, zeros from `columns` on.

@@ -51,13 +51,14 @@ inline Vector rounded(Vector value) {
 }
 
 struct Group {
-  Vector scale, minimum, table;  // the values of E2M1 codes 0 to 7
+  Vector scale, minimum;  // of E2M1 `scale` has the values of codes 0 to 7
 };
 
 template <Codes kCodes, Dtype kDtype>
 inline Group group_of(float scale, float minimum) {
-  const Vector all = broadcast(scale), numbers = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
-  return {all, broadcast(minimum), kCodes == Codes::e2m1 ? rounded<kDtype>(_mm256_mul_ps(numbers, all)) : zero()};
+  const Vector all = broadcast(scale);
+  if constexpr (kCodes != Codes::e2m1) return {all, broadcast(minimum)};
+  return {rounded<kDtype>(_mm256_mul_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), all)), zero()};
 }
 
 inline __m256i bytes(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
@@ -99,7 +100,7 @@ inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
 // Bit 3 of `codes` is the sign.
 inline Vector dequantize_e2m1(__m256i codes, const Group& group) {
   const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(8)), 28);
-  return _mm256_xor_ps(_mm256_permutevar8x32_ps(group.table, codes), _mm256_castsi256_ps(sign));
+  return _mm256_xor_ps(_mm256_permutevar8x32_ps(group.scale, codes), _mm256_castsi256_ps(sign));
 }
 
 template <Codes kCodes, Dtype kDtype>

@@ -8,7 +8,6 @@ W is read once, in the bytes that it is stored in. Sums are accumulated in float
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from zero_inference.cpu.library import (
     require_library,
 )
 from zero_inference.kernels import quantization
-from zero_inference.kernels.formats import TENSORS, Codes, QuantizedWeight, WeightFormat
-from zero_inference.kernels.quantization import GroupQuantization, describe
+from zero_inference.kernels.formats import TENSORS, Codes, QuantizedWeight
+from zero_inference.kernels.quantization import GroupQuantization, check_packed, describe
 
 PLAIN = -1  # in place of a value of `Codes`
 NO_OFFSETS, MINIMA, ZERO_POINTS = range(3)  # zero_inference::cpu::Offsets
@@ -94,24 +93,15 @@ class Matrix(ctypes.Structure):
         Raises ValueError if sizes or dtypes do not match.
         """
         form = weight.format
-        if form.bits == 4 and (columns % 2 or form.group_size % 2):
-            raise ValueError(f"columns and groups must be even for 4 bits; found {columns} and {form.group_size}")
         if form.codes != Codes.E4M3 and form.group_size and columns % form.group_size:
             raise ValueError(f"a weight of {rows} x {columns} has no whole groups of {form}")
         if dtype not in DTYPES or form.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"{form} in a model in {dtype} has no product on the CPU")
-        addresses: dict[str, int | None] = dict.fromkeys(TENSORS)
-        for name, (shape, of_tensor) in form.tensors((rows, columns)).items():
-            tensor, numel = weight.tensors.get(name), math.prod(shape)
-            fits = tensor is not None and tensor.numel() == numel and tensor.dtype == of_tensor
-            if tensor is None or not fits or tensor.is_cuda or not tensor.is_contiguous():
-                found = "nothing" if tensor is None else describe(tensor)
-                raise ValueError(
-                    f"{name} must be {of_tensor}, {numel} elements, contiguous, on the CPU, for {rows} x {columns}; found {found}"
-                )
-            addresses[name] = tensor.data_ptr()
+        check_packed(weight, rows, columns, torch.device("cpu"))
+        tensors = (getattr(weight, name) for name in TENSORS)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return cls(
-            *addresses.values(),
+            *addresses,
             rows,
             columns,
             form.group_size or -(-columns // COLUMNS_STEP) * COLUMNS_STEP,
@@ -122,12 +112,6 @@ class Matrix(ctypes.Structure):
             form.divides,
             DTYPES[dtype],
         )
-
-
-def weight_of_groups(codes: Tensor, scales: Tensor, minima: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Return what `kernels.quantization.quantize` packs as a `QuantizedWeight`."""
-    form = WeightFormat(Codes.INT4 if bits == 4 else Codes.INT8, group_size, scale_dtype=scales.dtype, minima=True)
-    return QuantizedWeight(form, codes, scales, minima)
 
 
 def linear_groups(x: Tensor, weight: QuantizedWeight, rows: int, bias: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from zero_inference.cpu.pool import (
     choose_cpus,
     numa_node_of_gpu,
 )
-from zero_inference.cpu.products import Matrix, weight_of_groups
+from zero_inference.cpu.products import Matrix
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.bench_copies import COPIES, BusyLinks, random_bytes, uncached_block_bytes
 from zero_inference.hardware.bench_device import device_copy_gb_per_s
@@ -207,7 +207,7 @@ class CpuProducts:
         groups = rows * columns // scheme.group_size
         codes, rest = buffer[:packed_bytes], buffer[packed_bytes:].view(self.dtype)
         scales, minima = rest[:groups].fill_(0.01), rest[groups : 2 * groups].fill_(-0.07)
-        weight = weight_of_groups(codes, scales, minima, scheme.bits, scheme.group_size)
+        weight = scheme.as_weight(codes, scales, minima)
         return Weight(Matrix.quantized(weight, rows, columns, self.dtype), None, buffer.numel())
 
 
