@@ -190,7 +190,7 @@ def fp8_blocks(rows: int, columns: int) -> Format:
         sides = [torch.arange(size) // side for size, side in zip(values.shape, (rows, columns))]
         scales = torch.rand(int(sides[0][-1]) + 1, int(sides[1][-1]) + 1) * 2e-3 + 1e-3
         by_value = scales[sides[0][:, None], sides[1][None, :]]
-        stored = (values / by_value).to(torch.float8_e4m3fn)
+        stored = (values / by_value).clamp(-448, 448).to(torch.float8_e4m3fn)
         return {key: stored, f"{key}_scale_inv": scales}, stored.float() * by_value
 
     config = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[rows, columns])

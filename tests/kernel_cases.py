@@ -140,6 +140,10 @@ class PackedWeights:
         if name == "offsets":
             return (0.05 * self.normal(*shape) - 0.1).to(dtype)
         uniform = 1 + torch.rand(shape, device=self.device, generator=self.draw)
-        if dtype == torch.float8_e4m3fn or (name == "row_scales" and form.divides):
+        if dtype == torch.float8_e4m3fn or (
+            name == "row_scales" and form.scale_dtype == torch.float8_e4m3fn and form.divides
+        ):
             return (100 * uniform).to(dtype)
+        if name == "row_scales" and form.divides:
+            return uniform
         return (0.01 * uniform).to(dtype)

@@ -258,7 +258,7 @@ def test_dequantizing_refuses_what_does_not_fit():
         (dict(offsets=None), out, "offsets are missing"),
         (dict(row_scales=torch.ones(4)), out, "row_scales have no place"),
         (dict(format=replace(weight.format, group_size=16)), out, "scales .* 16 elements"),
-        (dict(format=replace(weight.format, group_rows=3)), out, "whole 3 rows"),
+        (dict(format=replace(weight.format, group_rows=3)), out, "scales .* 4 elements"),
         ({}, out.t(), "out .*contiguous"),
         ({}, out.double(), "out .*float64"),
     ):
