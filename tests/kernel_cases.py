@@ -146,4 +146,4 @@ class PackedWeights:
             return (100 * uniform).to(dtype)
         if name == "row_scales" and form.divides:
             return uniform
-        return (0.01 * uniform).to(dtype)
+        return ((0.1 if form.codes == Codes.E4M3 else 0.01) * uniform).to(dtype)  # normal numbers of float16, too

@@ -253,6 +253,9 @@ class StreamPlan(EnginePlan):
             lines += self._describe_cpu(self.cpu)
         elif self.no_cpu and (placement.in_host_memory or self.job.config.kv_offload):
             lines.append(f"{'the CPU computes nothing' if on_gpu else 'PyTorch computes all layers'}: {self.no_cpu}")
+        form = placement.format
+        if on_gpu and form and not placement.fuses_codes and format_can_fuse(form, torch.bfloat16):
+            lines.append("the device dequantizes weights in every step: --dtype bfloat16 multiplies their codes")
         if self.no_cpu_attention not in (None, self.no_cpu):
             lines.append(f"the CPU backend does not compute attention: {self.no_cpu_attention}")
         if self.cpu is None and placement.in_host_memory:
