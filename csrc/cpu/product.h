@@ -91,7 +91,7 @@ static inline float element(const void* values, Dtype dtype, int64_t index) {
   return dtype == Dtype::float16 ? float16_value(bits) : bfloat16_value(bits);
 }
 
-// The number that a code stands for; of E4M3 a 256th.
+// The number of a code; of E4M3 divided by 256.
 static inline float number_of(Codes codes, int code) {
   constexpr float kE2m1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   if (codes == Codes::e2m1) return code < 8 ? kE2m1[code] : -kE2m1[code - 8];

@@ -16,7 +16,7 @@ constexpr int kVectorBytes = 16;
 constexpr uint32_t kInt4Center = 8;            // the zero point of symmetric codes
 constexpr uint32_t kMinusZeros = 0x80008000u;  // added to a product it changes no bit of it
 
-// The number that a code stands for, as `Codes` in zero_inference/kernels/formats.py.
+// Number formats of codes, as `Codes` in zero_inference/kernels/formats.py.
 enum Codes : int { kInt4, kInt8, kE2M1, kE4M3 };
 __host__ __device__ constexpr int bits_of(Codes codes) { return codes == kInt4 || codes == kE2M1 ? 4 : 8; }
 
@@ -147,7 +147,7 @@ struct LaneGroups {
   using P = Pair<T>;
   uint32_t scale[F::kGroups], offset[F::kGroups];
 
-  // 16-bit scales, and minima as far behind.
+  // 16-bit scales; minima follow at the same offset.
   __device__ __forceinline__ void load_wide(const uint8_t* scales, const uint8_t* minima) {
     if constexpr (F::kGroups == 1) {
       scale[0] = *reinterpret_cast<const uint16_t*>(scales) * 0x10001u;
@@ -169,7 +169,7 @@ struct LaneGroups {
   // e2m1 times 2^-126 (`e2m1_pairs`) times `scale` is the weight times 2^-63, which is normal, so factors are scales times
   // 2^63. Exact for powers from 2^-62 to 2^64; those above are infinity or NaN, others lose bits.
   __device__ __forceinline__ void load_power(uint32_t byte) { scale[0] = min(byte * 0x80u + 63 * 0x80u, 0x7fc0u) * 0x10001u; }
-  // Two e4m3 bytes; 0x7f stands for 480.
+  // Two e4m3 bytes; 0x7f becomes 480.
   __device__ __forceinline__ void load_floats(uint32_t bytes) {
     const uint32_t apart = __byte_perm(bytes, 0u, 0x4140);
     const uint32_t small = masked(apart << 4, 0x07f007f0u, (apart << 8) & 0x80008000u);                   // times 2^-120

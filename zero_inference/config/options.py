@@ -304,17 +304,17 @@ class Options:
 
     @property
     def quantized(self) -> bool:
-        """Whether weights are quantized while they are loaded."""
+        """True if loading quantizes the weights."""
         return self.quant_bits in (8, 4)
 
     @property
     def bits_of_plain(self) -> int:
-        """Bits of a stored weight if the checkpoint is not quantized."""
+        """Bits of a stored weight, of a checkpoint that is not quantized."""
         return self.quant_bits if isinstance(self.quant_bits, int) else 16
 
     @property
     def keeps_stored(self) -> bool:
-        """Whether the weights of a quantized checkpoint are kept as they are stored."""
+        """True if a quantized checkpoint keeps its own format."""
         return self.engine == "stream" and self.quant_bits in (None, STORED)
 
     @property

@@ -92,7 +92,7 @@ class Job:
 
     @property
     def conversion(self) -> str | None:
-        """What loading does to the weights of a quantized checkpoint; None if they are kept as they are stored, or not quantized."""
+        """Describe how loading converts a quantized checkpoint; None if it keeps its own format, or is not quantized."""
         stored = None if self.spec.dummy else self.spec.checkpoint_format
         if stored is None or self.spec.kept_format(self.config) is not None:
             return None

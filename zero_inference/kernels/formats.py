@@ -1,9 +1,9 @@
-"""How a quantized weight is stored: codes, and the scales that turn them into values.
+"""Formats of quantized weights: codes, and scales to dequantize them.
 
     value = code * scale + minimum                      (our own int8 and int4, kernels/quantization.py)
     value = (number(code) - zero_point) * scale         (published checkpoints, models/checkpoint_formats.py)
 
-A weight has the shape [..., N, K] (out, in). `QuantizedWeight` holds its tensors, `WeightFormat` says how to read them. The values of
+A weight has the shape [..., N, K] (out, in). `QuantizedWeight` holds its tensors, `WeightFormat` describes them. The values of
 published formats are exact: they are computed in float32 in the order of the format's definition, and rounded once to the model's dtype.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Codes(IntEnum):
-    """The number that a code stands for; values as `enum class Codes` in csrc/."""
+    """Number formats of codes, with the values of `enum class Codes` in csrc/."""
 
     INT4 = 0  # 0 to 15; the even column of a pair has the low nibble
     INT8 = 1  # 0 to 255
@@ -58,7 +58,7 @@ NUMBERS = {codes: _numbers_by_byte(codes) for codes in Codes}
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the codes of a weight [..., N, K] become values.
+    """Format of a quantized weight [..., N, K].
 
     Attributes:
         codes: numbers of the codes.

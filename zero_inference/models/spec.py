@@ -71,7 +71,7 @@ class ModelSpec:
 
     @property
     def weights_are_here(self) -> bool:
-        """Whether all files of the weights are in a local folder."""
+        """True if all files of the weights are in a local folder."""
         folder = self.folder or (self.snapshot.folder if self.snapshot is not None else None)
         if self.dummy or folder is None:
             return False

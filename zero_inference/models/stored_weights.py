@@ -110,7 +110,7 @@ def _formats_in_files(model: nn.Module, spec: ModelSpec) -> dict[str, WeightForm
         return None
     with suppress(RunError):  # damaged: loading says so
         shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
-        keys = [key for key in shards.quantized if re.sub(EXPERT, r"\1.0.", key) == key]  # one expert stands for all
+        keys = [key for key in shards.quantized if re.sub(EXPERT, r"\1.0.", key) == key]  # of experts the first
         with shards.open(keys) as tensors:
             weights = {key: weight for key, weight in tensors.items() if weight.column_order is None}
         return {name: weights[key].format for key, name in parameter_of_key(model, weights).items()}

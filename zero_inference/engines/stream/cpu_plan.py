@@ -138,8 +138,8 @@ def multiplies_codes(job: Job) -> bool:
 
 
 def _scheme_of_rates(job: Job, placement: Placement) -> GroupQuantization | None:
-    """Return the quantization whose rates are measured: our own of as many bits stands for the formats of checkpoints, whose products
-    read bytes nearly as fast; FP8 0.75 to 0.9 times (results/h100-formats)."""
+    """Return the quantization scheme to measure rates with. For formats of checkpoints this is our own with as many bits: their products
+    read bytes nearly as fast, FP8 0.75 to 0.9 times as fast (results/h100-formats)."""
     form = placement.format
     if form is None:
         return None

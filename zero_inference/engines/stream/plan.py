@@ -135,7 +135,7 @@ class StreamPlan(EnginePlan):
 
     @property
     def scheme(self) -> GroupQuantization | None:
-        """How weights are quantized while they are loaded; None if they are not."""
+        """Scheme by which loading quantizes weights; None if it does not."""
         return _scheme(self.job)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""What a reader of a quantized checkpoint provides, and how it sees the tensors of one weight.
+"""The base class of readers of quantized checkpoints, and the tensors of one weight as they see them.
 
 A weight W of the model, [..., N, K] (out, in), is stored as several tensors: codes, and what turns them into values. A `CheckpointFormat`
 knows them by the ends of their keys, checks them by their headers before any is read, and returns a `StoredWeight`.
@@ -71,7 +71,7 @@ class Parts:
         return part in self.tensors
 
     def take(self, part: str, dtypes: Collection[str], *shapes: Sequence[int | None]) -> Part:
-        """Return a part of one of `dtypes` and `shapes`, where None stands for any size; without shapes any is right.
+        """Return a part after checking that it has one of `dtypes` and one of `shapes` (None is any size; no shapes: any shape).
 
         Raises RunError if it is missing, or of another dtype or shape.
         """
@@ -204,7 +204,7 @@ def skipped_modules(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
 def integer_format(
     bits: int, group_size: int, shape: tuple[int, ...], dtype: torch.dtype, zero_points: bool
 ) -> WeightFormat | None:
-    """Return the format of integers; `group_size` -1 stands for whole rows. None if groups do not divide the columns."""
+    """Return the format of integers with groups of `group_size` columns, -1 for whole rows; None if these do not divide the columns."""
     size = shape[-1] if group_size == -1 else group_size
     if size < 1 or shape[-1] % size:
         return None

@@ -72,7 +72,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Group:
-    """How the modules that match `targets` are stored."""
+    """Format of the modules that match `targets`."""
 
     targets: tuple[str, ...]
     format: str
