@@ -227,7 +227,12 @@ def test_architectures_in_one_process():
         ("", ["int4 --model x", "b=--model y"], "", "write a name, ="),
         ("", ["a=--model 'x", "b=--model y"], "", "No closing quotation"),
         ("", ["a=--modle x", "b=--model y"], "", "arm a: there is no option --modle; did you mean --model?"),
-        ("", ["a=--model x", "b=--model y --quant-bits 3"], "", "arm b: --quant-bits 3: choose one of 16, 8, 4, auto"),
+        (
+            "",
+            ["a=--model x", "b=--model y --quant-bits 3"],
+            "",
+            "arm b: --quant-bits 3: choose one of stored, 16, 8, 4, auto",
+        ),
         ("", ["a=--model x", "b=--model y --log_file z.log"], "", "arm b: --log-file is set by compare itself"),
         ("a b", [], "--dry-run", "arm a: --dry-run is set by compare itself"),
         ("a b", [], "--trace ./t.json", "arm b: --trace ./t.json is also written by arm a"),
@@ -369,7 +374,13 @@ def test_the_table_of_recorded_runs(capsys):
         peaks = dict(peak_gpu_bytes=3 << 30, peak_host_bytes=1 << 30, weight_bytes=1 << 30)
         quality = {"mmlu": {"accuracy": accuracy, "stderr": 0.02, "total": 500}}
         quality |= {"perplexity": {"perplexity": 20 * accuracy, "stderr": 1.5}}
-        facts = dict(dtype="float16", output_ids_sha256=str(slow), limit={"fraction_of_limit": 0.9}, quality=quality)
+        facts = dict(
+            dtype="float16",
+            quant_bits=16,
+            output_ids_sha256=str(slow),
+            limit={"fraction_of_limit": 0.9},
+            quality=quality,
+        )
         return dict(status="ok", loops=[{"step_s": steps}] * 2, warmed_up=number > 0) | rates | peaks | facts
 
     runs = {

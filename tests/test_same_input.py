@@ -74,11 +74,11 @@ def test_adjacent_weights_of_one_format_are_one(name):
     workspace = torch.zeros(layout.workspace_bytes, dtype=torch.uint8)
     weights = [packed.weight for packed in BlockViews(layout, [buffer], workspace)[0].packed.values()]
     out = torch.empty(sum(rows), 512, dtype=dtype)
-    dequantize(_join_weights(weights), out)
+    dequantize(_join_weights(weights, rows), out)
     assert torch.equal(out, torch.cat([part.plain[0] for part in parts.values()]))
-    assert _join_weights(weights[::2]) is None
+    assert _join_weights(weights[::2], rows[::2]) is None
     other = replace(weights[1], format=replace(form, divides=not form.divides))
-    assert _join_weights([weights[0], other]) is None
+    assert _join_weights([weights[0], other], rows[:2]) is None
 
 
 def test_modules_that_were_called_with_one_tensor_share_a_product():

@@ -1,7 +1,7 @@
 """Formats of quantized weights: codes, and scales to dequantize them.
 
     value = code * scale + minimum                      (our own int8 and int4, kernels/quantization.py)
-    value = (number(code) - zero_point) * scale         (published checkpoints, models/checkpoint_formats.py)
+    value = (number(code) - zero_point) * scale         (published checkpoints, models/checkpoint_formats)
 
 A weight has the shape [..., N, K] (out, in). `QuantizedWeight` holds its tensors, `WeightFormat` describes them. The values of
 published formats are exact: they are computed in float32 in the order of the format's definition, and rounded once to the model's dtype.
