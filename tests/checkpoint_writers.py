@@ -106,10 +106,10 @@ def in_words(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def gptq(bits: int, group_size: int, version: str = "gptq", desc_act: bool = False) -> Format:
+def gptq(bits: int, group_size: int | None, version: str = "gptq", desc_act: bool = False) -> Format:
     def write(key: str, values: Tensor) -> Written:
         rows, columns = values.shape
-        size = columns if group_size == -1 else group_size
+        size = columns if group_size in (None, -1) else group_size
         group_of = torch.arange(columns) // size
         if desc_act:
             group_of = group_of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
@@ -121,7 +121,7 @@ def gptq(bits: int, group_size: int, version: str = "gptq", desc_act: bool = Fal
             mine = group_of == group
             low, high = values[:, mine].amin(1).clamp(max=0), values[:, mine].amax(1).clamp(min=0)
             scales[group] = ((high - low) / most).half().float()
-            zeros[group] = (-low / scales[group]).round().clamp(1, most)
+            zeros[group] = (-low / scales[group]).round().clamp(0, most)
             codes[:, mine] = (
                 (values[:, mine] / scales[group, :, None] + zeros[group, :, None]).round().clamp(0, most).long()
             )
@@ -129,7 +129,7 @@ def gptq(bits: int, group_size: int, version: str = "gptq", desc_act: bool = Fal
         base = key.removesuffix(".weight")
         return {
             f"{base}.qweight": in_words(codes, bits).t().contiguous(),
-            f"{base}.qzeros": in_words(zeros - int(version == "gptq"), bits),
+            f"{base}.qzeros": in_words((zeros - int(version == "gptq")) % 2**bits, bits),
             f"{base}.scales": scales.half(),
             f"{base}.g_idx": group_of.int(),
         }, true
@@ -223,11 +223,12 @@ FORMATS = {
     "gptq-g32": gptq(4, 32),
     "gptq-v2-8bit": gptq(8, 64, "gptq_v2"),
     "gptq-desc-act": gptq(4, 32, desc_act=True),
-    "gptq-column": gptq(4, -1),
+    "gptq-column": gptq(4, None),
     "awq-g64": awq(64),
     "modelopt-fp8": modelopt("FP8"),
     "modelopt-nvfp4": modelopt("NVFP4"),
     "fp8-blocks": fp8_blocks(128, 128),
+    "fp8-tensor": Format(dict(quant_method="fp8", activation_scheme="static"), modelopt("FP8").write),
 }  # fmt: skip
 
 

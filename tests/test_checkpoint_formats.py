@@ -9,13 +9,18 @@ import torch
 from checkpoint_writers import FORMATS, write_pair
 from conftest import VOCAB, plain_ids
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from zero_inference.cli import main
+from zero_inference.cli import console_main, main
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.checkpoint_files import Shards
 from zero_inference.models.checkpoint_formats import checkpoint_format
+from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
+from zero_inference.models.stored_weights import stored_formats
 from zero_inference.records.read import read_records
 
 BATCH, PROMPT, GEN = 2, 8, 6
@@ -95,12 +100,9 @@ def test_values_are_those_of_the_writer_bit_for_bit(family, name, pair):
     for key, value in expected.items():
         assert found[key].dtype == torch.float32 and torch.equal(found[key], value), key
     rounded = read(quantized, torch.bfloat16)
-    quantized_keys = [key for key in expected if key.endswith(("proj.weight", "_proj"))]
-    assert all(
-        torch.equal(rounded[key], expected[key].bfloat16())
-        for key in quantized_keys
-        if rounded[key].dtype == torch.bfloat16
-    )
+    changed = [key for key in expected if rounded[key].dtype == torch.bfloat16]
+    assert len(changed) == sum(key.endswith("_proj" if name == "mxfp4" else "_proj.weight") for key in expected)
+    assert all(torch.equal(rounded[key], expected[key].bfloat16()) for key in changed)
 
 
 def stored_bytes(folder) -> int:
@@ -183,11 +185,97 @@ def test_the_quantization_config_is_found_where_publishers_put_it(place, pair, t
         inner = {"quant_algo": said["quant_algo"], "group_size": 16, "exclude_modules": ["lm_head"]}
         (folder / place).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": inner}))
     (folder / "config.json").write_text(json.dumps(config))
-    from zero_inference.config.run_config import RunConfig
-    from zero_inference.models.spec import resolve_model
+    assert resolve(folder).checkpoint_format.name == "NVFP4 (ModelOpt)"
 
-    spec = resolve_model(RunConfig(model=str(folder), engine="resident").validate(), "cpu")
-    assert spec.checkpoint_format.name == "NVFP4 (ModelOpt)"
+
+def resolve(folder, **options):
+    return resolve_model(RunConfig(model=str(folder), engine="stream", **options).validate(), "cpu")
+
+
+def test_zeros_that_gptq_wrote_for_missing_biases_are_ignored(pair, tmp_path, capfd):
+    quantized, plain = pair("qwen3", "gptq-g32")
+    expected = output_ids_sha256(plain_ids(plain, random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+    tensors = load_file(quantized / "model.safetensors")
+    (tmp_path / "config.json").write_text((quantized / "config.json").read_text())
+    for bias in (0.0, 0.5):
+        biases = {DOWN + "bias": torch.full((SIZES["hidden_size"],), bias)}
+        save_file(tensors | biases, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        for bits in ("stored", "16"):
+            code = run(tmp_path, tmp_path, "--engine", "stream", "--gpu-memory", 0, "--quant-bits", bits)
+            assert code == (0 if bias == 0 else 1)
+            if code:
+                assert f"{DOWN}bias is part of a decoder layer" in capfd.readouterr().err
+            else:
+                assert read_records(tmp_path / "run.jsonl")[-1]["output_ids_sha256"] == expected
+
+
+def test_kimi_k2_is_read_without_its_code(tmp_path):
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, n_routed_experts=8, vocab_size=VOCAB)
+    own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    said = {"quantization_config": FORMATS["ct-int4-g32"].config}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | own | said))
+    spec = resolve(tmp_path)
+    assert (spec.config.model_type, spec.config.n_routed_experts) == ("deepseek_v3", 8)
+    assert spec.checkpoint_format.name == "int4 (compressed-tensors)"
+
+
+def test_experts_that_are_modules_are_all_kept(pair):
+    quantized, _ = pair("qwen3_moe", "ct-int4-g32")
+    spec = resolve(quantized)
+    model = build_empty_model(spec).model
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(nn.Module() for _ in range(4))
+        for expert in layer.mlp.experts:
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                expert.add_module(name, nn.Linear(128, 128, bias=False, device="meta"))
+    kept = stored_formats(model, spec)
+    assert {name for name in kept if "experts" in name} == {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+        for layer in range(2) for expert in range(4) for name in ("gate", "up", "down")
+    }  # fmt: skip
+
+
+def test_formats_that_only_files_or_model_configs_show_are_refused(pair, tmp_path):
+    """Llama-4's stacked experts of ModelOpt; DeepSeek-V4 says beside its quantization config that experts are of another dtype."""
+    quantized, _ = pair("qwen3", "modelopt-nvfp4")
+    (tmp_path / "config.json").write_text((quantized / "config.json").read_text())
+    tensors = {
+        "experts.gate_up_proj": torch.zeros(2, 16, 64, dtype=torch.uint8),
+        "experts.gate_up_proj_weight_scale": torch.ones(()),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match="experts.gate_up_proj are experts in one tensor"):
+        read(tmp_path)
+    config = {"model_type": "qwen3", "expert_dtype": "fp4", "quantization_config": FORMATS["fp8-blocks"].config}
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | config))
+    with pytest.raises(UsageError, match="fp8 with expert_dtype 'fp4'"):
+        resolve(tmp_path)
+    config["quantization_config"] = {"quant_method": "aqlm"}
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | config))
+    assert resolve(tmp_path, dummy=True).checkpoint_format is None
+    with pytest.raises(UsageError, match="aqlm"):
+        resolve(tmp_path, dummy=True, quant_bits="stored")
+
+
+def test_a_plan_keeps_weights_only_of_a_quantized_checkpoint(pair, capfd):
+    """Also where it is asked for by name: a run refuses the commands that it would list."""
+    quantized, plain = pair("qwen3", "ct-int4-g32")
+    words = "--machine rtx4090 --engine stream --quant-bits stored 16 --prompt-len 16 --gen-len 4 --json"
+    assert console_main(["zero-inference", "plan", str(plain), *words.split()]) == 2
+    assert "are not quantized" in capfd.readouterr().err
+    assert console_main(["zero-inference", "plan", str(quantized), *words.split()]) == 0
+    assert {row["quant_bits"] for row in json.loads(capfd.readouterr().out)["configurations"]} == {4, 16}
+
+
+def test_what_does_not_fit_in_16_bits_is_advised_to_keep_its_format(capfd):
+    command = "gpt-oss-20b --dummy --engine stream --gpu-memory 4 --quant-bits 16 --prompt-len 16 --gen-len 4"
+    assert (
+        console_main(
+            ["zero-inference", "run", *command.split(), "--dry-run", "--machine", "rtx4090", "--assume", "host=32GiB"]
+        )
+        == 2
+    )
+    assert "It would fit with --quant-bits stored" in capfd.readouterr().out
 
 
 DOWN = "model.layers.1.mlp.down_proj."

@@ -66,6 +66,7 @@ ACTIVE = {
     "moonshotai/Kimi-K2-Thinking": (32, False),
     "zai-org/GLM-4.6-FP8": (32, False),
 }
+ROUNDED = ("MiniMaxAI/MiniMax-M2", "zai-org/GLM-4.6-FP8")  # published as 10 and 32
 
 
 def test_every_preset_is_counted():
@@ -90,7 +91,7 @@ def test_experts_that_were_not_chosen_are_idle(name):
     billions, embedding_counts = ACTIVE[name]
     embedding = empty_model.model.get_input_embeddings().weight.numel()
     active = empty_model.sizes.parameters - empty_model.sizes.idle_parameters + embedding_counts * embedding
-    assert active / 1e9 == pytest.approx(billions, rel=0.05), "published with one or two digits"
+    assert active / 1e9 == pytest.approx(billions, rel=0.05 if name in ROUNDED else 0.02), "published rounded"
     assert empty_model.sizes.idle_bytes == 2 * empty_model.sizes.idle_parameters
     assert empty_model.sizes.chooses_experts
 

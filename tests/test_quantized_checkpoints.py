@@ -231,9 +231,9 @@ def test_tensors_that_do_not_belong_together_fail_the_run(key, value, words, bro
     [
         ({"load_in_8bit": True}, ["bitsandbytes"]),
         ({"quant_method": "hqq"}, ["hqq"]),
-        (FP8 | {"activation_scheme": "static"}, ["activation_scheme 'static'", "'dynamic'"]),
+        (FP8 | {"expert_dtype": "fp4"}, ["expert_dtype 'fp4'", "'fp8'"]),
         (FP8 | {"fmt": "e5m2"}, ["fmt 'e5m2'", "'e4m3'"]),
-        (FP8 | {"weight_block_size": None}, ["weight_block_size None", "blocks"]),
+        (FP8 | {"weight_block_size": [128]}, ["weight_block_size [128]", "blocks"]),
     ],
     ids=lambda value: value.get("quant_method", "old") if isinstance(value, dict) else "",
 )

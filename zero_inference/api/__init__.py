@@ -173,8 +173,9 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult | N
         model: hub name, local folder, or a built-in preset or model.
         log: append to the log and the record in `log_dir` (default `logs`); False writes no file.
         **options: any option of run_model.py, by its name with underscores: `engine` ("deepspeed" where it is left out), `batch_size`,
-            `prompt_len`, `gen_len` in tokens, `quant_bits` (16, 8, 4), `cpu_offload`, `disk_offload`, `kv_offload`, `gpu_memory` in GiB,
-            `num_gpus`, `loops`, `warmup`, `dtype`, `dummy`, `quality`, ... (`zero-inference run --help` lists them with their defaults).
+            `prompt_len`, `gen_len` in tokens, `quant_bits` (16, 8, 4, "stored"), `cpu_offload`, `disk_offload`, `kv_offload`,
+            `gpu_memory` in GiB, `num_gpus`, `loops`, `warmup`, `dtype`, `dummy`, `quality`, ... (`zero-inference run --help` lists them
+            with their defaults).
             None is the default. `prompts` may be a list of strings, which `batch_size` follows where it is not given.
 
     Returns:
@@ -311,7 +312,7 @@ def plan(
     assume: Any = None,
     goal: str = "throughput",
     batch_size: int | Sequence[int] | None = None,
-    quant_bits: int | Sequence[int] | None = None,
+    quant_bits: int | str | Sequence[int | str] | None = None,
     engine: str | Sequence[str] | None = None,
     kv_offload: bool | None = None,
     prompt_len: int = 512,
@@ -333,7 +334,8 @@ def plan(
         machine: a typical machine ("rtx4090", "2xrtx4090"), or a file of `zero-inference link --save FILE`.
         assume: a machine that is not there, or what is different about `machine`: "gpus=1x24GiB,host=128GiB", or a dict of the same.
         goal: what comes first: "throughput", "latency" or "memory".
-        batch_size, quant_bits, engine: one value or a list to choose from; None tries all (batch 1 to 64; 16, 8, 4 bits).
+        batch_size, quant_bits, engine: one value or a list to choose from; None tries all (batch 1 to 64; 16, 8, 4 bits,
+            and "stored" for a quantized checkpoint).
         prompt_len, gen_len: tokens.
         max_gpu_memory, max_host_memory: GiB, no more of which is used.
         num_gpus: how many to use, or "all"; None tries 1, 2, 4 and so on.

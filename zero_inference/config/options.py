@@ -81,8 +81,8 @@ class Options:
     )
     quant_bits: int | str | None = _main(
         None,
-        "bits of a stored weight; int8 and int4 work too. stored: keep a quantized checkpoint as it is; 16, 8 or 4 convert its weights, "
-        "which rounds them twice. auto: as many as fit, or what --goal looks for",
+        "bits of a stored weight; int8 and int4 work too. stored: keep a quantized checkpoint as it is; 16 expands its weights, 8 and 4 "
+        "round them a second time. auto: as many as fit, or what --goal looks for",
         kind="bits",
         choices=(STORED, *QUANT_BITS),
         default_help="stored with --engine stream, if the checkpoint is quantized, else 16",

@@ -43,6 +43,8 @@ def pop_quantization_config(config: Any, folder: Path | None) -> dict[str, Any] 
         with _damage_as_run_error(path, "no quantization config"):
             found = json.loads(path.read_bytes())
             found["quantization"]["quant_algo"]  # a KeyError if it is another file
+    if found and getattr(config, "expert_dtype", None):
+        found = {"expert_dtype": config.expert_dtype} | found  # DeepSeek-V4 has it beside the quantization config
     return found
 
 

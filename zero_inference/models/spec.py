@@ -30,6 +30,9 @@ BOUNDS = {
     "num_attention_heads num_key_value_heads head_dim": (1, 1 << 16),
     "num_local_experts num_experts n_routed_experts num_experts_per_tok num_labels": (0, 1 << 16),
 }
+# Model types that publishers wrote code for, and that are another family's: read as this, without their code.
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+_complete_folders: set[Path] = set()  # with all weights: large indexes take long to parse
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -75,10 +78,11 @@ class ModelSpec:
         folder = self.folder or (self.snapshot.folder if self.snapshot is not None else None)
         if self.dummy or folder is None:
             return False
-        with suppress(RunError):  # missing or damaged: loading says so
-            find_shards(folder)
-            return True
-        return False
+        if folder not in _complete_folders:
+            with suppress(RunError):  # missing or damaged: loading says so
+                find_shards(folder)
+                _complete_folders.add(folder)
+        return folder in _complete_folders
 
     def checkpoint_folder(self) -> Path:
         """Return the local folder with the weights, fetched from the hub if need be. Raises UsageError if they cannot be fetched."""
@@ -114,14 +118,11 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         model_config = _load_config(folder, config)
     quantization = source.quantization if isinstance(source, Preset) else pop_quantization_config(model_config, folder)
     checkpoint = None
-    with suppress(UsageError) if config.dummy else nullcontext():  # random weights may be of any format
+    any_format = config.dummy and config.quant_bits != STORED  # of random weights
+    with suppress(UsageError) if any_format else nullcontext():
         checkpoint = checkpoint_format(config.model, quantization) if quantization else None
-    if config.quant_bits == STORED and checkpoint is None:
-        raise UsageError(
-            f"--quant-bits {STORED}: the weights of {config.model} are not quantized; use --quant-bits 8 or 4 to quantize them, or drop it."
-        )
     is_mixture = count_experts(model_config.get_text_config(decoder=True))[0] > 0
-    return ModelSpec(
+    spec = ModelSpec(
         name=config.model,
         config=model_config,
         folder=source if isinstance(source, Path) and not config.dummy else None,
@@ -132,6 +133,17 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         checkpoint_format=checkpoint,
         dummy_routing=config.dummy_routing if config.dummy and is_mixture else None,
     )
+    if config.quant_bits == STORED:
+        check_stored(spec)
+    return spec
+
+
+def check_stored(spec: ModelSpec) -> None:
+    """Raise UsageError if there is no quantized checkpoint whose weights `--quant-bits stored` could keep."""
+    if spec.checkpoint_format is None:
+        raise UsageError(
+            f"--quant-bits {STORED}: the weights of {spec.name} are not quantized; use --quant-bits 8 or 4 to quantize them, or drop it."
+        )
 
 
 def _locate(config: RunConfig) -> Path | Snapshot | Preset:
@@ -184,7 +196,7 @@ def load_tokenizer(spec: ModelSpec):
 
 
 def _load_config(folder: Path, config: RunConfig):
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
         raw = json.loads((folder / "config.json").read_bytes())
@@ -194,7 +206,12 @@ def _load_config(folder: Path, config: RunConfig):
         if isinstance(part, dict):  # transformers makes lists and tables of some sizes while it reads the file
             _check_sizes(config.model, part.get, only_large=True)
     with errors_as(UsageError, f"--model {config.model}: its config.json cannot be used"):
-        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        same = SAME_AS.get(raw.get("model_type")) if isinstance(raw, dict) else None
+        if same is None:
+            loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        else:
+            own = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map")}
+            loaded = CONFIG_MAPPING[same].from_dict(own)
         sizes = loaded.get_text_config(decoder=True)
     for part in (loaded, sizes):
         if getattr(part, "is_heterogeneous", False):  # else sizes that differ by layer raise, as Gemma 4's `head_dim`

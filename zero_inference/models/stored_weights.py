@@ -56,8 +56,8 @@ def stored_formats(model: nn.Module, spec: ModelSpec) -> dict[str, tuple[WeightF
 
 
 def _kept_format(form: WeightFormat, shape: tuple[int, ...]) -> WeightFormat:
-    """Return the format in which a weight is kept, with the same values: products with codes need groups of at most `LARGEST_GROUP`
-    columns of integers, and whole groups of rows in a stack of matrices, of which gate and up have N / 2 rows each."""
+    """Return a format of the same values that has products: groups of at most `LARGEST_GROUP` columns of integers, and in a stack of
+    matrices a scale for each row where a group of rows would belong to both gate and up, which have N / 2 rows each."""
     size = form.group_size
     if form.codes in (Codes.INT4, Codes.INT8) and size > LARGEST_GROUP:
         form = replace(form, group_size=next((each for each in (LARGEST_GROUP, 64, 32) if size % each == 0), size))
@@ -110,25 +110,39 @@ def _formats_in_files(model: nn.Module, spec: ModelSpec) -> dict[str, WeightForm
         return None
     with suppress(RunError):  # damaged: loading says so
         shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
-        keys = [key for key in shards.quantized if re.sub(EXPERT, r"\1.0.", key) == key]  # of experts the first
-        with shards.open(keys) as tensors:
-            weights = {key: weight for key, weight in tensors.items() if weight.column_order is None}
-        return {name: weights[key].format for key, name in parameter_of_key(model, weights).items()}
+        found = _formats_of_keys(
+            model, shards, [key for key in shards.quantized if re.sub(EXPERT, r"\1.0.", key) == key]
+        )
+        if any(re.search(EXPERT, name) for name in found):  # experts are modules of their own, not stacked
+            found = _formats_of_keys(model, shards, [*shards.quantized])
+        return found
     return None
 
 
-def parameter_of_key(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
-    """Return checkpoint key -> parameter, by transformers' renaming."""
+def _formats_of_keys(model: nn.Module, shards: Shards, keys: list[str]) -> dict[str, WeightFormat]:
     from transformers.conversion_mapping import get_model_conversion_mapping
+
+    names = parameter_of_key(model, get_model_conversion_mapping(model), keys)
+    with shards.open(keys) as tensors:
+        return {names[key][0]: weight.format for key, weight in tensors.items() if weight.column_order is None}
+
+
+def parameter_of_key(model: nn.Module, mapping: Iterable[Any], keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """Return checkpoint key -> (parameter, whether it becomes a part of that), by transformers' renaming.
+
+    Args:
+        mapping: transformers' `get_model_conversion_mapping` of the model.
+    """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    mapping, state = get_model_conversion_mapping(model), model.state_dict()
+    state = model.state_dict()
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     found = {}
     for key in keys:
-        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        found[key] = key if name not in state and key in state else name
+        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        as_it_is = name not in state and key in state  # as transformers' loader decides
+        found[key] = (key, False) if as_it_is else (name, converter is not None)
     return found
 
 

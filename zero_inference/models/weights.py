@@ -155,8 +155,8 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, kept: Formats, adopt_sto
     for keys in shards.layers():
         shards.check_complete(keys)
         with shards.open(keys) as tensors:
-            stored = _take_stored(model, tensors, kept)
-            missing, unexpected = _read_plain(model, tensors, mapping, spec.dtype, shards.folder)
+            stored = _take_stored(model, tensors, mapping, kept)
+            missing, unexpected = _read_plain(model, tensors, mapping, shards)
 
             def convert(parts: dict[str, Any]) -> None:
                 _convert_tensors(model, parts, mapping, spec.dtype, shards.folder)
@@ -189,11 +189,11 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, kept: Formats, adopt_sto
             logger.warning("warning: %s: %s %s.", shards.folder, problem, shorten_names(names))
 
 
-def _take_stored(model, tensors: dict[str, Any], kept: Formats) -> dict[str, tuple[str, StoredWeight]]:
+def _take_stored(model, tensors: dict[str, Any], mapping: list, kept: Formats) -> dict[str, tuple[str, StoredWeight]]:
     """Move the weights that are `kept` out of `tensors`; return checkpoint key -> (parameter, weight)."""
     quantized = [key for key, tensor in tensors.items() if isinstance(tensor, StoredWeight)] if kept else []
-    names = parameter_of_key(model, quantized)
-    return {key: (name, tensors.pop(key)) for key, name in names.items() if name in kept}
+    names = parameter_of_key(model, mapping, quantized)
+    return {key: (name, tensors.pop(key)) for key, (name, _) in names.items() if name in kept}
 
 
 def _is_announced(key: str, model, spec: ModelSpec) -> bool:
@@ -242,21 +242,13 @@ def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
 
 def _checkpoint_keys(model, mapping: list, keys: Iterable[str], wanted: set[str]) -> dict[str, str]:
     """Return the checkpoint's key of each of the `wanted` names in the model, by transformers' renaming."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     if not wanted:
         return {}
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    state = model.state_dict()
     if not any(re.search(r"\.\d+\.", name) for name in wanted):  # no name in a layer: skip the keys of layers
         keys = [key for key in keys if not re.search(r"\.\d+\.", key)]
     found: dict[str, str] = {}
-    for key in keys:
-        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if name not in state and key in state:  # as the loader does
-            name, converted = key, None
-        if name in wanted and converted is None:
+    for key, (name, converted) in parameter_of_key(model, mapping, keys).items():
+        if name in wanted and not converted:
             found.setdefault(name, key)
     return found
 
@@ -283,17 +275,18 @@ def _convert_tensors(model, tensors: dict[str, Any], mapping: list, dtype: torch
     return info
 
 
-def _read_plain(
-    model, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path
-) -> tuple[set[str], list[str]]:
+def _read_plain(model, tensors: dict[str, Any], mapping: list, shards: Shards) -> tuple[set[str], list[str]]:
     """Read some tensors into the model; return names that were not among them, and keys that the model unexpectedly does not use."""
-    info = _convert_tensors(model, tensors, mapping, dtype, folder)
+    folder, of_modules = shards.folder, {key.removesuffix("weight") for key in shards.quantized}
+    biases = {key for key in tensors if key.endswith(".bias") and key.removesuffix("bias") in of_modules}
+    biases -= {key for key in biases if tensors[key][...].any()}  # AutoGPTQ wrote zeros for modules without one
+    info = _convert_tensors(model, tensors, mapping, shards.dtype, folder)
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     for key in set(integer_keys(tensors)) - set(info.unexpected_keys):
         if key.rpartition(".")[2] not in buffers and not OUTDATED_BUFFERS.search(key):
             raise RunError(f"{folder}: {key} holds integers, a quantization format that is not supported; {INSTEAD}.")
     model._adjust_missing_and_unexpected_keys(info)
-    unexpected = sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key))
+    unexpected = sorted(key for key in info.unexpected_keys - biases if not OUTDATED_BUFFERS.search(key))
     for key in unexpected:
         # layers after the model's last one are ignored, as in transformers: DeepSeek-V3 stores its multi-token prediction there
         if 0 <= _layer_of(key, model) < len(find_layers(model)[1]):

@@ -15,6 +15,7 @@ from zero_inference.config.options import (
     QUANT_BITS,
     QUANTIZING_ENGINES,
     SHARDING_ENGINES,
+    STORED,
     STREAM_OPTIONS,
 )
 from zero_inference.config.run_config import RunConfig, shell_words
@@ -75,6 +76,8 @@ def _changes(job: Job) -> list[Fields]:
         changes.append({"ring_depth": MIN_RING_DEPTH})
     if config.engine == "stream" and config.cpu_share != 0:  # CPU-computed experts are cached on the device as well
         changes.append({"cpu_compute": "off", "cpu_threads": None})
+    if _could_keep_stored(job):
+        changes.append({"quant_bits": STORED})
     if config.engine in QUANTIZING_ENGINES:
         changes += [{"quant_bits": bits} for bits in (8, 4) if bits < job.quant_bits]
     rank_batch = config.batch_size // ranks
@@ -87,6 +90,11 @@ def _changes(job: Job) -> list[Fields]:
         defaults = {name: DEFAULTS[name] for name in (*STREAM_OPTIONS, "num_gpus")}
         changes.append({"engine": engine, "disk_offload": True, "cpu_offload": False, **defaults})
     return changes
+
+
+def _could_keep_stored(job: Job) -> bool:
+    """Return whether the run converts the weights of a quantized checkpoint, which its engine could keep."""
+    return job.spec.checkpoint_format is not None and job.config.engine == "stream" and not job.config.keeps_stored
 
 
 def _leaves_gpus_out(job: Job) -> bool:
@@ -161,6 +169,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
         if engine != config.engine
     ]
     bits = [engine | {"quant_bits": n} for engine in ({}, *engines) for n in QUANT_BITS if n < plan.job.quant_bits]
+    bits += [{"quant_bits": STORED}] if _could_keep_stored(plan.job) else []
     batches = [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size]
     if goal == "latency" or config.prompt or config.prompts:
         batches = []

@@ -74,7 +74,7 @@ PLAN_OPTIONS = {
         _option("prompt_len", _WORK, default_help=None, least=1),
         _option("gen_len", _WORK),
         _searched("batch_size", _WORK, "1 to 64"),
-        _searched("quant_bits", _SEARCH, "16, 8 and 4"),
+        _searched("quant_bits", _SEARCH, "16, 8 and 4; stored too if the checkpoint is quantized"),
         _searched("engine", _SEARCH, "all"),
         _searched("kv_offload", _SEARCH, "both are tried", kind="word", choices=("on", "off")),
         _option("goal", _SEARCH, default="throughput", default_help=None),

@@ -26,7 +26,7 @@ from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.models.empty_model import EmptyModel
-from zero_inference.models.spec import ModelSpec
+from zero_inference.models.spec import ModelSpec, check_stored
 from zero_inference.planning.changes import BATCH_SIZES, Fields
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with, with_options
@@ -86,14 +86,17 @@ def find_candidates(
     """Plan all configurations of these for the model and machine of `job`, those with weights on disk only where no other fits.
 
     Args:
-        quant_bits: all by default, and a quantized checkpoint as it is stored; of None what each engine does by default.
+        quant_bits: all by default, and a quantized checkpoint as it is stored; None among them is each engine's default.
         offload: options of where the weights are stored; by default those of OFFLOADS.
         gpus: numbers of GPUs, ascending, of one process or with a rank for each, as the engine does; by default those of the job.
     """
     found = SearchResult(job)
     if quant_bits is None:
         quant_bits = (STORED, *QUANT_BITS) if job.spec.checkpoint_format is not None else QUANT_BITS
-    keeps = {"stream"} if job.spec.checkpoint_format is not None else set()  # 16 bits are no engine's default for these
+    elif STORED in quant_bits:
+        check_stored(job.spec)
+    # where an engine's default keeps the weights of a quantized checkpoint, 16 bits have to be named
+    keeps = {"stream"} if job.spec.checkpoint_format is not None else set()
     weights = [
         {"engine": engine, "quant_bits": None if bits == 16 and engine not in keeps else bits}
         | {"cpu_offload": False, "disk_offload": False}

@@ -28,7 +28,7 @@ _CPU = "--engine stream with --cpu-compute auto or above 0"
 _EXPERTS = "--engine stream where the CPU multiplies experts and device memory keeps some of these"
 _GRAPH = "--engine stream with --decode-graph auto or on"
 _SEVERAL = "--engine stream and several GPUs"
-_QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
+_QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes, or stored"
 _AUTO = "--engine, --quant-bits or --batch-size auto"
 _RANGE = (
     "[low, high], within which 9 of 10 runs of this kind were; null where {} is or is a lower bound, and without a GPU"

@@ -68,9 +68,7 @@ class Run:
     @property
     def weights(self) -> str | None:
         request = self.request
-        return weights_in_short(
-            request.quant_bits, request.dtype, bool(self.weight_quantize), getattr(request, "stored_format", None)
-        )
+        return weights_in_short(request.quant_bits, request.dtype, bool(self.weight_quantize), request.stored_format)
 
     @property
     def where(self) -> str | None:
@@ -177,9 +175,10 @@ def positive(value: float | None) -> float | None:
 def weights_in_short(
     quant_bits: int | None, dtype: str | None, quantized: bool = False, stored_format: str | None = None
 ) -> str | None:
-    """Return the format of stored weights: int4, MXFP4, fp16, ...; None where it is unknown."""
+    """Return the format of stored weights: int4, int4 (GPTQ), MXFP4, fp16, ...; None where it is unknown."""
     if stored_format:
-        return stored_format.partition(" (")[0]
+        name = stored_format.partition(" (")[0]
+        return stored_format if name.startswith("int") else name  # int4 alone is our own
     if quant_bits is not None and quant_bits < 16:
         return f"int{quant_bits}"
     if quant_bits is None and quantized:

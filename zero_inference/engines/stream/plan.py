@@ -52,7 +52,7 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.profile import link_shares, links_gb_per_s
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.formats import WeightFormat
-from zero_inference.kernels.products import FUSED_ROWS, format_can_fuse
+from zero_inference.kernels.products import FUSED_DTYPES, FUSED_ROWS, format_can_fuse
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
@@ -254,8 +254,10 @@ class StreamPlan(EnginePlan):
         elif self.no_cpu and (placement.in_host_memory or self.job.config.kv_offload):
             lines.append(f"{'the CPU computes nothing' if on_gpu else 'PyTorch computes all layers'}: {self.no_cpu}")
         form = placement.format
-        if on_gpu and form and not placement.fuses_codes and format_can_fuse(form, torch.bfloat16):
-            lines.append("the device dequantizes weights in every step: --dtype bfloat16 multiplies their codes")
+        if on_gpu and form and not placement.fuses_codes:
+            fusing = [dtype for dtype in FUSED_DTYPES if format_can_fuse(form, dtype)]
+            advice = [f": --dtype {str(dtype).removeprefix('torch.')} multiplies their codes" for dtype in fusing[:1]]
+            lines.append("".join(["the device dequantizes weights in every step", *advice]))
         if self.no_cpu_attention not in (None, self.no_cpu):
             lines.append(f"the CPU backend does not compute attention: {self.no_cpu_attention}")
         if self.cpu is None and placement.in_host_memory:

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_inference.models.checkpoint_formats.base import INSTEAD, CheckpointFormat, StoredWeight, refuse
 from zero_inference.models.checkpoint_formats.compressed_tensors import CompressedTensors
-from zero_inference.models.checkpoint_formats.fp8 import Fp8Blocks
+from zero_inference.models.checkpoint_formats.fp8 import Fp8
 from zero_inference.models.checkpoint_formats.modelopt import ModelOpt
 from zero_inference.models.checkpoint_formats.mxfp4 import Mxfp4
 from zero_inference.models.checkpoint_formats.packed import Awq, Gptq
@@ -15,7 +15,7 @@ from zero_inference.models.checkpoint_formats.packed import Awq, Gptq
 __all__ = ["INSTEAD", "CheckpointFormat", "StoredWeight", "checkpoint_format"]
 
 METHODS: dict[str, Callable[[str, dict[str, Any]], CheckpointFormat]] = {
-    "fp8": Fp8Blocks.of,
+    "fp8": Fp8.of,
     "mxfp4": Mxfp4.of,
     "compressed-tensors": CompressedTensors.of,
     "modelopt": ModelOpt.of,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat, dequantize_reference
+from zero_inference.kernels.formats import QuantizedWeight, WeightFormat, dequantize_reference
 
 INSTEAD = "use the checkpoint in bfloat16 or float16 (--quant-bits 8 or 4 stores it smaller)"
 # Names of dtypes in safetensors, and in torch for .bin files.
@@ -92,7 +92,7 @@ class Parts:
             expected = " or ".join(str(list(each)).replace("None", "*") for each in shapes)
             raise RunError(
                 f"{self.folder}: {key} is {dtype} of shape {list(shape)}, and must be {names}"
-                f"{f' of shape {expected}' if expected else ''}; the checkpoint is damaged, or its quantization config is another's."
+                f"{f' of shape {expected}' if expected else ''}; fetch config.json and the weights again, of one revision."
             )
         return Part(self.tensors[part], shape)
 
@@ -193,38 +193,11 @@ class CheckpointFormat(ABC):
 
 def refuse(model: str, found: str, expected: str) -> UsageError:
     """Return the error for a checkpoint whose format is not read."""
-    return UsageError(f"--model {model}: its weights are quantized ({found}), and only {expected}; {INSTEAD}.")
+    return UsageError(
+        f"--model {model}: its weights are quantized ({found}), which is not read: {expected}; {INSTEAD}."
+    )
 
 
 def skipped_modules(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
     """Return the modules that a quantization config leaves out under any of the keys `names`."""
     return tuple(str(each) for name in names for each in config.get(name) or ())
-
-
-def integer_format(
-    bits: int, group_size: int, shape: tuple[int, ...], dtype: torch.dtype, zero_points: bool
-) -> WeightFormat | None:
-    """Return the format of integers with groups of `group_size` columns, -1 for whole rows; None if these do not divide the columns."""
-    size = shape[-1] if group_size == -1 else group_size
-    if size < 1 or shape[-1] % size:
-        return None
-    return WeightFormat(Codes.INT4 if bits == 4 else Codes.INT8, size, 1, dtype, zero_points=zero_points)
-
-
-def group_size_of(parts: Parts, columns: int, groups: int) -> int:
-    """Return the columns of a group where `groups` share `columns` evenly; else raise RunError."""
-    if groups < 1 or columns % groups:
-        raise RunError(
-            f"{parts.folder}: {parts.keys['scales']} has {groups} groups, which do not divide the {columns} columns of {parts.key}."
-        )
-    return columns // groups
-
-
-def sizes_of(parts: Parts, columns: int, stated: int | None) -> int:
-    """Return the columns of a group of size `stated` by the config, None or -1 for whole rows; RunError if it does not divide them."""
-    size = columns if stated in (None, -1) else int(stated or 0)
-    if size < 1 or columns % size:
-        raise RunError(
-            f"{parts.folder}: {parts.key} has {columns} columns, which are not whole groups of {size} (group_size in its config)."
-        )
-    return size

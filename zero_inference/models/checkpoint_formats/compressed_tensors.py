@@ -25,40 +25,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
 from zero_inference.models.checkpoint_formats.base import (
-    BYTES,
     FLOATS,
-    FP8,
     WORDS,
     CheckpointFormat,
     Parts,
     StoredWeight,
     float_dtype,
-    group_size_of,
-    integer_format,
     refuse,
-    sizes_of,
     skipped_modules,
 )
-from zero_inference.models.checkpoint_formats.fp8 import block_format, block_scaled
-from zero_inference.models.checkpoint_formats.packed import column_order, take_columns, unpack
+from zero_inference.models.checkpoint_formats.tensors import (
+    IGNORED,
+    ROW_SCALED,
+    block_format,
+    block_scaled,
+    column_order,
+    e2m1_format,
+    e2m1_weight,
+    group_size_of,
+    integer_format,
+    row_scaled,
+    take_columns,
+    unpack,
+)
 
 ENDS = {
     "_packed": "codes", "": "codes", "_scale": "scales", "_zero_point": "zero_points", "_global_scale": "global_scale", "_g_idx": "groups",
     "_shape": "shape",
 }  # fmt: skip
-# Scales of activations and of a KV cache in 8 bits: both have 16 bits here.
-IGNORED = tuple(
-    f".{name}_{kind}"
-    for name in ("input", "output", "k", "v", "q", "prob_output")
-    for kind in ("scale", "zero_point", "global_scale", "g_idx")
-)
 E2M1_GROUPS = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
-ROW_SCALED = WeightFormat(Codes.E4M3, row_scales=True)
 # format -> type and bits of the weights that it stores
 FORMATS = {
     "pack-quantized": {("int", 4), ("int", 8)},
@@ -139,7 +138,7 @@ class CompressedTensors(CheckpointFormat):
 
 
 def _groups(model: str, config: dict[str, Any]) -> Iterator[Group]:
-    groups = [each for each in (config.get("config_groups") or {}).values() if each.get("weights")]
+    groups = [each for each in (config.get("config_groups") or {}).values() if each and each.get("weights")]
     if not groups:
         raise refuse(model, "compressed-tensors without config_groups", "groups with weights are read")
     for group in groups:
@@ -165,7 +164,7 @@ def _integers(parts: Parts, weights: dict[str, Any]) -> StoredWeight:
                 "it again."
             )
         columns = stated[-1]
-    size = sizes_of(parts, columns, _group_size(weights))
+    size = group_size_of(parts, columns, _group_size(weights))
     groups = columns // size
     of_tensor = [(1,)] if groups == 1 and len(rows) == 1 else []
     scales = parts.take("scales", FLOATS, (*rows, groups), *of_tensor)
@@ -213,45 +212,3 @@ def _block_sizes(weights: dict[str, Any]) -> tuple[int, int] | None:
         rows, columns = weights.get("block_structure") or (128, 128)
         return rows, columns
     return (1, weights["group_size"]) if weights.get("strategy") in ("group", "tensor_group") else None
-
-
-def row_scaled(parts: Parts) -> StoredWeight:
-    """Return a float8 weight with a scale for each row, or for all."""
-    codes = parts.take("codes", FP8)
-    rows = codes.shape[:-1]
-    scales = parts.take("scales", FLOATS, (*rows, 1), rows, (1,), ())
-
-    def read() -> QuantizedWeight:
-        found = scales().float()
-        of_rows = found.view(rows) if found.numel() > 1 else found.reshape(()).expand(rows)
-        return QuantizedWeight(ROW_SCALED, codes().view(torch.uint8), row_scales=of_rows.contiguous())
-
-    return StoredWeight(codes.shape, ROW_SCALED, read)
-
-
-def e2m1_format(group_size: int, has_factor: bool, divides: bool = False) -> WeightFormat:
-    """Return the format of 4-bit floats: with scales in float8 and a factor of the tensor, or with powers of two alone."""
-    scale_dtype = torch.float8_e4m3fn if has_factor else torch.float8_e8m0fnu
-    return WeightFormat(Codes.E2M1, group_size, 1, scale_dtype, row_scales=has_factor, divides=has_factor and divides)
-
-
-def e2m1_weight(parts: Parts, group_size: int, factor: str | None = None, divides: bool = False) -> StoredWeight:
-    """Return a weight of 4-bit floats: with scales 2^(e - 127), or in float8 with a part `factor` that multiplies or divides them."""
-    codes = parts.take("codes", BYTES)
-    rows, columns = codes.shape[:-1], 2 * codes.shape[-1]
-    groups = columns // group_size
-    scales = parts.take("scales", FP8 if factor else BYTES, (*rows, groups))
-    if group_size_of(parts, columns, groups) != group_size:
-        raise RunError(
-            f"{parts.folder}: {parts.key} has {columns} columns, which are not whole groups of {group_size}; fetch it again."
-        )
-    of_tensor = parts.take(factor, FLOATS, (1,), ()) if factor else None
-    form = e2m1_format(group_size, factor is not None, divides)
-
-    def read() -> QuantizedWeight:
-        of_rows: Tensor | None = None
-        if of_tensor is not None:
-            of_rows = of_tensor().float().reshape(()).expand(rows).contiguous()
-        return QuantizedWeight(form, codes(), scales().view(form.scale_dtype), row_scales=of_rows)
-
-    return StoredWeight((*rows, columns), form, read)

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from zero_inference.errors import RunError
 from zero_inference.kernels.formats import WeightFormat
 from zero_inference.models.checkpoint_formats.base import (
+    INSTEAD,
     CheckpointFormat,
     Parts,
     StoredWeight,
@@ -27,13 +29,7 @@ from zero_inference.models.checkpoint_formats.base import (
     refuse,
     skipped_modules,
 )
-from zero_inference.models.checkpoint_formats.compressed_tensors import (
-    IGNORED,
-    ROW_SCALED,
-    e2m1_format,
-    e2m1_weight,
-    row_scaled,
-)
+from zero_inference.models.checkpoint_formats.tensors import IGNORED, ROW_SCALED, e2m1_format, e2m1_weight, row_scaled
 
 ENDS = {"": "codes", "_scale": "scales", "_scale_2": "global_scale"}
 ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")
@@ -48,15 +44,15 @@ class ModelOpt(CheckpointFormat):
     @classmethod
     def of(cls, model: str, config: dict[str, Any]) -> ModelOpt:
         inner = config.get("quantization") or config  # hf_quant_config.json has it one level deeper
-        algorithm = str(inner.get("quant_algo") or "nothing").upper()
+        algorithm = str(inner.get("quant_algo") or "no quant_algo").upper()
         layers = inner.get("quantized_layers") or {}
-        used = {algorithm} | {str(each.get("quant_algo")).upper() for each in layers.values() if isinstance(each, dict)}
+        of_layers = {name: str(each.get("quant_algo")).upper() for name, each in layers.items() if each}
+        used = {algorithm, *of_layers.values()}
         if unread := sorted(used - {*ALGORITHMS}):
             raise refuse(model, f"modelopt with {unread[0]}", "FP8 and NVFP4 are read")
         if "NVFP4" in used and inner.get("group_size") not in (None, GROUP):
             raise refuse(model, f"modelopt NVFP4 in groups of {inner['group_size']}", f"groups of {GROUP} are read")
         skipped = skipped_modules(inner, "ignore", "exclude_modules")
-        of_layers = {name: str(each.get("quant_algo")).upper() for name, each in layers.items()}
         bits, size = (8, -1) if algorithm == "FP8" else (4, GROUP)
         return cls(
             f"{algorithm} (ModelOpt)",
@@ -70,6 +66,10 @@ class ModelOpt(CheckpointFormat):
         )
 
     def weight(self, parts: Parts) -> StoredWeight:
+        if "codes" not in parts and parts.key.endswith("_proj_weight"):  # gate_up_proj_weight_scale, as Llama-4's
+            raise RunError(
+                f"{parts.folder}: {parts.key.removesuffix('_weight')} are experts in one tensor, which are not read; {INSTEAD}."
+            )
         packed = "codes" in parts and dtype_and_shape(parts.tensors["codes"])[0] in ("U8", "uint8")
         return e2m1_weight(parts, GROUP, "global_scale") if packed else row_scaled(parts)
 

@@ -2,7 +2,8 @@
 
 GPTQ (`quant_method: gptq`; bits b of 4 or 8)
     W.qweight  int32 [K * b / 32, N]: 32 / b consecutive k in a word, the first in the lowest bits
-    W.qzeros   int32 [K / group, N * b / 32]: consecutive n in a word; one less than the zero point unless `checkpoint_format: gptq_v2`
+    W.qzeros   int32 [K / group, N * b / 32]: consecutive n in a word; one less than the zero point, modulo 2^b, unless
+               `checkpoint_format: gptq_v2`
     W.scales   float16 [K / group, N]
     W.g_idx    int32 [K]: the group of each k; with `desc_act` they are not in order
 
@@ -20,9 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
 from zero_inference.models.checkpoint_formats.base import (
     FLOATS,
@@ -31,10 +30,15 @@ from zero_inference.models.checkpoint_formats.base import (
     Parts,
     StoredWeight,
     float_dtype,
-    integer_format,
     refuse,
-    sizes_of,
     skipped_modules,
+)
+from zero_inference.models.checkpoint_formats.tensors import (
+    column_order,
+    group_size_of,
+    integer_format,
+    take_columns,
+    unpack,
 )
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -70,9 +74,9 @@ class Gptq(CheckpointFormat):
                 *(f"re:{str(each)[2:]}" for each in config.get("dynamic") or () if str(each).startswith("-:")),
             ),
             bits=bits,
-            group_size=config.get("group_size", -1),
+            group_size=config.get("group_size") or -1,
             zero_point_offset=offset,
-            reorders=bool(config.get("desc_act")) and config.get("group_size", -1) != -1,
+            reorders=bool(config.get("desc_act")) and config.get("group_size") not in (None, -1),
         )
 
     def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
@@ -82,7 +86,7 @@ class Gptq(CheckpointFormat):
         in_word = 32 // self.bits
         codes = parts.take("codes", WORDS, (None, None))
         columns, rows = codes.shape[0] * in_word, codes.shape[1]
-        size = sizes_of(parts, columns, self.group_size)
+        size = group_size_of(parts, columns, self.group_size)
         groups = columns // size
         scales = parts.take("scales", FLOATS, (groups, rows))
         zero_points = parts.take("zero_points", WORDS, (groups, -(-rows // in_word)))
@@ -94,7 +98,7 @@ class Gptq(CheckpointFormat):
         def read() -> QuantizedWeight:
             packed = codes().t().contiguous().view(torch.uint8)  # the bytes of a word are consecutive k, as in our rows
             packed = packed if order is None else take_columns(packed, order, self.bits)
-            zeros = unpack(zero_points(), self.bits)[:, :rows] + self.zero_point_offset
+            zeros = unpack(zero_points(), self.bits)[:, :rows] + self.zero_point_offset & 2**self.bits - 1
             return QuantizedWeight(form, packed, scales().t().contiguous(), zeros.t().contiguous())
 
         return StoredWeight((rows, columns), form, read, column_order=order)
@@ -109,7 +113,7 @@ class Awq(CheckpointFormat):
             raise refuse(model, f"awq with {bits} bits", "4 are read")
         if version != "gemm":
             raise refuse(model, f"awq version {version!r}", "gemm is read")
-        size = config.get("group_size", config.get("q_group_size", 128))
+        size = config.get("group_size") or config.get("q_group_size") or 128
         skipped = ("lm_head", *skipped_modules(config, "modules_to_not_convert"))
         return cls("int4 (AWQ)", PARTS, suffix=".weight", skipped=skipped, group_size=size)
 
@@ -119,7 +123,7 @@ class Awq(CheckpointFormat):
     def weight(self, parts: Parts) -> StoredWeight:
         codes = parts.take("codes", WORDS, (None, None))
         columns, rows = codes.shape[0], codes.shape[1] * 8
-        size = sizes_of(parts, columns, self.group_size)
+        size = group_size_of(parts, columns, self.group_size)
         scales = parts.take("scales", FLOATS, (columns // size, rows))
         # without zero points (`zero_point: false`) AutoAWQ still stores 8
         zero_points = parts.take("zero_points", WORDS, (columns // size, rows // 8))
@@ -134,33 +138,3 @@ class Awq(CheckpointFormat):
             return QuantizedWeight(form, packed, scales().t().contiguous(), zeros)
 
         return StoredWeight((rows, columns), form, read)
-
-
-def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Return the codes uint8 [rows, words * 32 / bits] in int32 `words` [rows, words]; `order`: the column of each code of a word."""
-    in_bytes = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return in_bytes
-    codes = torch.stack([in_bytes & 15, in_bytes >> 4], -1).view(*words.shape, 8)
-    if order is not None:
-        codes = codes[..., torch.tensor(order).argsort()]
-    return codes.view(len(words), -1)
-
-
-def column_order(parts: Parts, columns: int, size: int) -> Tensor | None:
-    """Return the columns by group, int64 [K], where part "groups" gives the group of each column; None if they are in order."""
-    group_of = parts.take("groups", WORDS, (columns,))().long()
-    found, order = group_of.sort(stable=True)
-    if not torch.equal(found, torch.arange(columns) // size):
-        raise RunError(
-            f"{parts.folder}: {parts.keys['groups']} does not give each group {size} columns (group_size in its config); fetch it again."
-        )
-    return None if torch.equal(found, group_of) else order
-
-
-def take_columns(packed: Tensor, order: Tensor, bits: int) -> Tensor:
-    """Return codes uint8 [N, K * bits / 8] with their columns in another order."""
-    if bits == 8:
-        return packed[:, order]
-    codes = torch.stack([packed & 15, packed >> 4], -1).view(len(packed), -1)[:, order]
-    return codes[:, 0::2] | codes[:, 1::2] << 4
