@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from kernel_cases import SeenOperators, on_gpu, relative_error
@@ -14,9 +16,12 @@ MASKS = ("boolean", "added", "of each head", "of each query", "one for all")
 
 class Case:
     """Random states as models and caches hand them out: queries as a view of [batch, queries, heads, width], the first `positions` of a
-    longer cache, and a mask that hides the first and last positions of each sequence, others in between."""
+    longer cache, and a mask that hides the first and last positions of each sequence, others in between. With `sinks`, some are far
+    above all scores and some far below."""
 
-    def __init__(self, batch, heads, key_heads, queries, positions, widths, dtype, mask="added", device="cpu"):
+    def __init__(
+        self, batch, heads, key_heads, queries, positions, widths, dtype, mask="added", device="cpu", sinks=False
+    ):
         width, value_width = widths
         draw = torch.Generator(device).manual_seed(positions + heads)
 
@@ -27,6 +32,9 @@ class Case:
         self.key = normal(batch, key_heads, positions + 5, width)[:, :, :positions]
         self.value = 1 + normal(batch, key_heads, positions + 5, value_width)[:, :, :positions]
         self.scale = 0.7 * width**-0.5
+        self.sinks = (
+            torch.tensor([1.5, -2.0, 30.0, -60.0, 4.0]).repeat(heads)[:heads].to(device, dtype) if sinks else None
+        )
         shape = [1 if mask == "one for all" else batch, 1, 1, positions]
         shape[1] = heads if mask == "of each head" else 1
         shape[2] = queries if mask == "of each query" else 1
@@ -39,7 +47,8 @@ class Case:
         self.mask = seen if mask == "boolean" else added.masked_fill(~seen, torch.finfo(dtype).min)
 
     def found(self) -> torch.Tensor:
-        return torch.ops.zero_inference.decode_attention(self.query, self.key, self.value, self.mask, self.scale)
+        states = self.query, self.key, self.value, self.mask
+        return torch.ops.zero_inference.decode_attention(*states, self.scale, self.sinks)
 
     def exact(self) -> torch.Tensor:
         groups = self.query.shape[1] // self.key.shape[1]
@@ -47,6 +56,10 @@ class Case:
         scores = self.query.double() @ key.transpose(2, 3) * self.scale
         hidden = ~self.mask if self.mask.dtype == torch.bool else self.mask <= torch.finfo(self.mask.dtype).min
         scores = (scores if self.mask.dtype == torch.bool else scores + self.mask).masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=3)
+            value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2)
         return (scores.softmax(dim=3) @ value).transpose(1, 2)
 
     def check(self) -> None:
@@ -57,8 +70,9 @@ class Case:
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_operator_on_a_cpu(mask, dtype):
-    Case(2, 6, 2, 3, 20, (16, 24), dtype, mask).check()
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_operator_on_a_cpu(mask, dtype, sinks):
+    Case(2, 6, 2, 3, 20, (16, 24), dtype, mask, sinks=sinks).check()
 
 
 @pytest.mark.parametrize(
@@ -79,13 +93,17 @@ def test_the_operator_on_a_cpu(mask, dtype):
         {"mask": torch.zeros(1, 1, 1, 9, device="meta")},
         {"mask": torch.zeros(1, 1, 1, 9, dtype=torch.float16)},
         {"mask": torch.zeros(1, 1, 1, 18)[..., ::2]},
+        {"sinks": torch.zeros(2)},
+        {"sinks": torch.zeros(8)[::2]},
+        {"sinks": torch.zeros(4, dtype=torch.float64)},
+        {"sinks": torch.zeros(4, device="meta")},
     ],
 )
 def test_what_it_does_not_take_is_refused(change):
     given = {"query": torch.zeros(1, 4, 1, 16), "key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
-    given = given | {"mask": torch.zeros(1, 1, 1, 9)} | change
+    given = given | {"mask": torch.zeros(1, 1, 1, 9), "scale": 0.5} | change
     with pytest.raises(ValueError, match="decode_attention does not take"):
-        torch.ops.zero_inference.decode_attention(*given.values(), 0.5)
+        torch.ops.zero_inference.decode_attention(**given)
 
 
 def which(case: Case, **options) -> list[str]:
@@ -128,6 +146,7 @@ def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel():
 
 SIZES = [  # batch, heads, key heads, queries, positions, widths
     (1, 32, 4, 1, 576, (128, 128)),  # eight blocks of eight warps divide the keys of a head
+    (1, 64, 8, 1, 576, (64, 64)),  # gpt-oss
     (2, 8, 1, 1, 161, (128, 128)),
     (3, 40, 40, 1, 300, (128, 128)),
     (64, 40, 8, 1, 130, (128, 128)),  # no cluster
@@ -148,8 +167,8 @@ SIZES = [  # batch, heads, key heads, queries, positions, widths
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_kernel_is_attention_in_float64(sizes, dtype):
-    for mask in MASKS:
-        case = Case(*sizes, dtype, mask, "cuda")
+    for mask, sinks in itertools.product(MASKS, (False, True)):
+        case = Case(*sizes, dtype, mask, "cuda", sinks)
         case.check()
         first = case.found()
         assert all(torch.equal(first, case.found()) for _ in range(5)), "the same bits in every run"
@@ -171,8 +190,18 @@ def test_keys_and_values_that_a_mask_hides_are_not_read(kind, dtype):
 
 
 @on_gpu
-def test_a_row_that_sees_nothing_is_zeros():
-    case = Case(2, 8, 2, 1, 100, (64, 64), torch.float16, "boolean", "cuda")
+def test_a_sink_changes_nothing_if_no_score_is_near_it():
+    case = Case(2, 64, 8, 1, 576, (64, 64), torch.bfloat16, device="cuda")
+    without, case.sinks = case.found(), torch.full((64,), -torch.inf, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(case.found(), without)
+    case.sinks = torch.full_like(case.sinks, 1e4)
+    assert not case.found().any()
+
+
+@on_gpu
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_row_that_sees_nothing_is_zeros(sinks):
+    case = Case(2, 8, 2, 1, 100, (64, 64), torch.float16, "boolean", "cuda", sinks)
     case.mask[1] = False
     found = case.found()
     assert found[0].abs().sum() > 0 and not found[1].any()

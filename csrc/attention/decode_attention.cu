@@ -3,6 +3,8 @@
 //   out[b, q, h] = sum_k p[k] * value[b, h / group, k]
 //   p = softmax_k(scale * query[b, h, q] . key[b, h / group, k] + mask[b, h, q, k])
 //
+// `sinks` [heads], if there are any, are one more logit of each softmax, without a value; it joins where a row is written.
+//
 // A block has 8 or 16 rows: queries of heads that share a key head, so keys and values are read once for all. The warps of a
 // block and of its cluster share steps of 8 or 16 keys, each with an online softmax; a step that the mask hides from all rows
 // (the unfilled end of a static cache, positions before a sliding window) is skipped. Results of warps, then of blocks, are
@@ -12,6 +14,7 @@
 #include <cooperative_groups.h>
 
 #include <cfloat>
+#include <optional>
 
 #include "../operators.cuh"
 #include "../quantization/product.cuh"
@@ -35,6 +38,7 @@ struct Strides {
 
 struct Task {
   const void *query, *key, *value, *mask;
+  const void* sinks;  // [heads], in the dtype of the query; null: none
   void* out;
   Strides query_strides, key_strides, value_strides, mask_strides;  // the mask's position is that of a query
   Mask mask_kind;
@@ -391,8 +395,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
   }
   __syncthreads();
 
-  // Adds vector `index` of `parts`, each relative to its own maximum; divides by the total if `divided`, else returns maximum
-  // and total of the row.
+  // Adds vector `index` of `parts`, each relative to its own maximum; returns maximum and total of the row.
   const auto add = [&](int parts, auto part, float (&sum)[4], float& most, float& all) {
     most = kMasked;
     for (int i = 0; i < parts; ++i) most = larger(most, *part(i).maximum);
@@ -408,8 +411,15 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
       sum[3] += factor * found.w;
     }
   };
-  const auto write = [&](int row, int column, float (&sum)[4], float all) {
-    const float factor = all > 0.0f ? 1.0f / all : 0.0f;
+  const auto write = [&](int row, int column, float (&sum)[4], float most, float all) {
+    float shrink = 1.0f;
+    if (task.sinks != nullptr) {
+      const float sink = Element<T>::to_float(static_cast<const T*>(task.sinks)[head_of(row)]) * kLog2E;
+      const float joint = finite(larger(most, sink));
+      shrink = exp2f(most - joint);
+      all = all * shrink + exp2f(sink - joint);
+    }
+    const float factor = all > 0.0f ? shrink / all : 0.0f;
     for (int i = 0; i < 4; ++i) sum[i] *= factor;
     T* const out =
         static_cast<T*>(task.out) + ((sequence * task.queries + query_of(row)) * task.heads + head_of(row)) * task.value_width;
@@ -431,7 +441,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
     float sum[4], most, all;
     add(warps, of_warp, sum, most, all);
     if (task.splits == 1) {
-      write(row, column, sum, all);
+      write(row, column, sum, most, all);
     } else {
       sums_of_warps[index] = make_float4(sum[0], sum[1], sum[2], sum[3]);
       maximum_of_block[row] = most;  // the same from each thread of the row
@@ -453,7 +463,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
     };
     float sum[4], most, all;
     add(task.splits, of_block, sum, most, all);
-    write(row, column, sum, all);
+    write(row, column, sum, most, all);
   }
   cluster.sync();  // no block may end while another reads its shared memory
 #endif
@@ -497,8 +507,10 @@ Strides strides_of(const Tensor& tensor) {
 }
 
 // query [sequences, heads, queries, width], key and value [sequences, key heads, positions, width] of one dtype: rows of whole,
-// aligned vectors. mask: Bool or of that dtype, expandable to [sequences, heads, queries, positions].
-Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
+// aligned vectors. mask: Bool or of that dtype, expandable to [sequences, heads, queries, positions]. sinks [heads],
+// contiguous, of that dtype.
+Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale,
+                        const std::optional<Tensor>& sinks) {
   const int64_t sequences = query.size(0), heads = query.size(1), queries = query.size(2);
   const int64_t key_heads = key.size(1), positions = key.size(2);
   STD_TORCH_CHECK(positions > 0 && positions < kMostPositions && heads * queries < kMostPositions,
@@ -513,6 +525,7 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   task.key = key.const_data_ptr();
   task.value = value.const_data_ptr();
   task.mask = mask.const_data_ptr();
+  task.sinks = sinks.has_value() ? sinks->const_data_ptr() : nullptr;
   task.out = out.mutable_data_ptr();
   task.query_strides = strides_of(query);
   task.key_strides = strides_of(key);

@@ -86,12 +86,15 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool
     )
 
 
-def fits_operator(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+def fits_operator(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None = None) -> bool:
     """Return whether shapes, dtypes, devices and strides are those that the operator takes."""
     (batch, heads, queries, width), positions = query.shape, mask.shape[-1]
     states = query, key, value
+    given = (*states, mask) if sinks is None else (*states, mask, sinks)
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != query.dtype or not sinks.is_contiguous()):
+        return False
     if (
-        len({each.device for each in (*states, mask)}) > 1
+        len({each.device for each in given}) > 1
         or query.dtype not in DTYPES
         or not query.dtype == key.dtype == value.dtype
         or key.shape != (batch, key.shape[1], positions, width)
@@ -113,16 +116,28 @@ def fits_operator(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bo
     return expands and mask.dtype in (torch.bool, query.dtype) and (positions == 1 or mask.stride(3) == 1)
 
 
-def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _without_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Compute the operator with PyTorch; raise ValueError for arguments that it does not take."""
-    if not fits_operator(query, key, value, mask):
-        found = ", ".join(f"{each.dtype} {list(each.shape)}" for each in (query, key, value, mask))
-        raise ValueError(f"decode_attention does not take query, key, value and mask of {found}")
+    if not fits_operator(query, key, value, mask, sinks):
+        given = (query, key, value, mask, *(() if sinks is None else (sinks,)))
+        found = ", ".join(f"{each.dtype} {list(each.shape)}" for each in given)
+        raise ValueError(f"decode_attention does not take query, key, value, mask and sinks of {found}")
     added = mask if mask.dtype == torch.bool else mask.float()
-    states = (each.float() for each in (query, key, value))
-    out = scaled_dot_product_attention(*states, attn_mask=added, scale=scale, enable_gqa=True)
+    states = [each.float() for each in (query, key, value)]
+    if sinks is None:
+        out = scaled_dot_product_attention(*states, attn_mask=added, scale=scale, enable_gqa=True)
+    else:
+        keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in states[1:])
+        scores = states[0] @ keys.transpose(2, 3) * scale  # [B, heads, queries, positions]
+        scores = scores.masked_fill(~added, -torch.inf) if added.dtype == torch.bool else scores + added
+        sink = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+        out = torch.cat([scores, sink], dim=3).softmax(dim=3)[..., :-1] @ values
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
-LIBRARY.define("decode_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor")
+LIBRARY.define(
+    "decode_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, Tensor? sinks=None) -> Tensor"
+)
 LIBRARY.impl("decode_attention", _without_kernel, "CompositeExplicitAutograd")
