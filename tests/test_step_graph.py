@@ -228,7 +228,7 @@ def test_more_sequences_than_the_cpu_expects(checkpoints, steps):
 
 
 def test_without_memory_for_a_trial_the_run_goes_on(checkpoints, monkeypatch):
-    def exhausted(call, dtype):
+    def exhausted(call, dtype, windows):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
     monkeypatch.setattr(cuda_graph, "visible_positions", exhausted)
@@ -319,13 +319,13 @@ def test_a_model_that_waits_for_the_device(checkpoints):
         torch.rand(1, device=loaded.device)  # and a generator, too
 
 
-@pytest.mark.parametrize("frozen", ["cache_positions", "positions", "mask", "ids"])
+@pytest.mark.parametrize("frozen", ["cache_positions", "positions", "masks", "ids"])
 def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, monkeypatch):
     fill, found_out = StepInputs.fill, max(cuda_graph.MAX_DIFFERENCE.values())
 
     def fill_some(self, call):
-        kept = getattr(self, frozen)
-        kept = list(kept.values()) if frozen == "cache_positions" else [kept]
+        kept = self.masks.by_window if frozen == "masks" else getattr(self, frozen)
+        kept = list(kept.values()) if frozen in ("cache_positions", "masks") else [kept]
         before = [each.clone() for each in kept]
         fill(self, call)
         if vars(self).setdefault("filled", 0):

@@ -21,8 +21,9 @@ from zero_inference.config.options import PAGE_LOCKING_ENGINES, SHORT_DTYPES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine
+from zero_inference.kernels.decode_attention import attention_of
 from zero_inference.kernels.formats import WeightFormat
-from zero_inference.kv_cache.attention_patch import window_only_in_cache
+from zero_inference.kv_cache.attention_patch import takes_step_masks, window_only_in_cache
 from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
 from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, sees_all_positions, supports_preallocated
 from zero_inference.kv_cache.host import SLOTS, HostKVCache
@@ -174,6 +175,15 @@ class Job:
         if not self.empty_model.is_empty:  # a filled model cannot be tried
             return self.empty_model.facts.get("window_only_in_cache", False)
         return self.empty_model.cached("window_only_in_cache", lambda: window_only_in_cache(self.empty_model.model))
+
+    @property
+    def takes_step_masks(self) -> bool:
+        """True if decode steps with given masks, and with our attention where the model's is "eager", compute what the model does."""
+        if attention_of(self.empty_model.model) == "sdpa" and sees_all_positions(self.spec.config, self.length):
+            return True
+        if not self.empty_model.is_empty:
+            return self.empty_model.facts.get("takes_step_masks", False)
+        return self.empty_model.cached("takes_step_masks", lambda: takes_step_masks(self.empty_model.model))
 
     @property
     def kv_device_bytes(self) -> int:

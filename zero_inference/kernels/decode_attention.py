@@ -1,27 +1,33 @@
 """Attention of decode steps: one kernel (csrc/attention/decode_attention.cu) if it applies, otherwise PyTorch's, with query heads that
-share keys and values as rows of one product.
+share keys and values as rows of one product. And attention with sinks for any number of queries.
 
 PyTorch's memory-efficient attention, which takes a mask, took an H100 28 us for a query over 576 positions of 32 heads that share 4
 (h100-mixtures/host2/trace-gpu2.txt): few heads are few thread blocks, and it also reads masked positions. transformers without `pack_gqa`
 (5.17 has none) first copies keys and values for each head: in a step of Llama-3.1-70B, batch 8, on an H200 49 us of the 449 us of a layer,
 and attention over the copies 34 us (h200-kept/eighth_host/70b.txt).
+
+PyTorch's attention has no sinks, so families with them attend by a function of their own, transformers' "eager" one, which stores scores of
+all pairs several times: 2 GB each for the 64 heads of gpt-oss and a prompt of 4000 tokens. A sink s only adds exp(s) to the denominator of
+the softmax, so the result is PyTorch's times sigmoid(l - s), where l is the log-sum-exp of the scores, which its kernels return.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.kernels.extension import load_extension, operator_library
 from zero_inference.utils.patching import Patches, SharedPatch
 
-# arguments of attention functions that neither the kernel nor the grouped product supports
-UNSUPPORTED_ARGUMENTS = ("position_bias", "softcap", "s_aux", "cache")
+# arguments of attention functions that neither the kernel nor the products below support
+UNSUPPORTED_ARGUMENTS = ("position_bias", "softcap", "cache")
+EAGER = "eager_attention_forward"  # the function of a family's file that transformers calls for attention "eager"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_QUERIES = 8  # of a sequence; keys and values are read once for 16 queries of heads that share them
 HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
@@ -29,18 +35,65 @@ ALIGNMENT = 16  # bytes: rows are read in vectors of this size
 MIN_CAPABILITY = (8, 0)  # tensor cores with bfloat16
 
 LIBRARY = operator_library(__name__)
+aten = torch.ops.aten
 
 
 class _DecodeAttention(SharedPatch):
-    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         return attend(self.before, *args, **options)
 
 
-def using_decode_attention() -> Patches:
-    """Let models with attention "sdpa" use `attend` until the result is closed."""
+class _SinkAttention(SharedPatch):
+    """Replaces the calls of a family's `EAGER` that name sinks: in other files it may compute something else than attention."""
+
+    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        return attend(self.before, *args, **options) if "s_aux" in options else self.before(*args, **options)
+
+
+class _PromptAttention(_SinkAttention):
+    """The same, but of several queries. So the steps that a graph is verified with are computed by the family's own function."""
+
+    def __call__(self, module: torch.nn.Module, query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        call = self.before if query.shape[2] == 1 else super().__call__
+        return call(module, query, *args, **options)
+
+
+class _StepAttention(_SinkAttention):
+    pass
+
+
+def using_decode_attention(model: torch.nn.Module | None = None) -> Patches:
+    """Let models with attention "sdpa", and `model` if it has sinks, use `attend` until the result is closed."""
     patches = Patches()
     patches.share_item(ALL_ATTENTION_FUNCTIONS, "sdpa", _DecodeAttention)
+    for file in [] if model is None else eager_files(model):
+        patches.share_item(vars(file), EAGER, _StepAttention)
     return patches
+
+
+def using_prompt_attention(model: torch.nn.Module) -> Patches:
+    """Let `model`, if it has sinks, use `attend` for several queries until the result is closed."""
+    patches = Patches()
+    for file in eager_files(model):
+        patches.share_item(vars(file), EAGER, _PromptAttention)
+    return patches
+
+
+def eager_files(model: torch.nn.Module) -> list[Any]:
+    """Return the Python modules whose `EAGER` the modules of `model` call; none if it attends by another function."""
+    if attention_of(model) != "eager":
+        return []
+    files = [sys.modules[name] for name in dict.fromkeys(type(module).__module__ for module in model.modules())]
+    return [file for file in files if callable(vars(file).get(EAGER))]
+
+
+def attention_of(model: Any) -> str | None:
+    """Return the name of the attention function of the decoder of a transformers model."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "_attn_implementation", None) or getattr(config, "_attn_implementation", None)
 
 
 def attend(
@@ -53,34 +106,81 @@ def attend(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **more: Any,
-) -> tuple[Tensor, None]:
-    """Return the result of `original`, transformers' function for "sdpa", up to the order of summation.
+) -> tuple[Tensor, Any]:
+    """Return the result of `original`, an attention function of transformers, up to the order of summation.
 
     query [batch, heads, queries, head_dim], key and value [batch, key heads, positions, head_dim] -> [batch, queries, heads, head_dim].
     attention_mask: bool (True is visible) or float (added to scores), [batch, 1 or heads, queries, positions].
+    s_aux: sinks [heads], one more logit of each softmax, without a value.
     """
     batch, heads, queries, width = query.shape
-    if dropout or any(more.get(name) is not None for name in UNSUPPORTED_ARGUMENTS):
-        return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
-    if attention_mask is not None and _has_kernel(query, key, value, attention_mask):
-        scale = width**-0.5 if scaling is None else scaling
-        return torch.ops.zero_inference.decode_attention(query, key, value, attention_mask, scale), None
     one_mask = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
-    if key.shape[1] == heads or queries > 1 or not one_mask:
-        return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
-    rows = query.reshape(batch, key.shape[1], -1, width)
-    out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(batch, queries, heads, value.shape[-1]), None
+    scale = width**-0.5 if scaling is None else scaling
+    supported = not any(more.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
+    if dropout or more.get("output_attentions") or not supported or not isinstance(scale, int | float):
+        pass
+    elif attention_mask is not None and _has_kernel(query, key, value, attention_mask, s_aux):
+        return torch.ops.zero_inference.decode_attention(query, key, value, attention_mask, scale, s_aux), None
+    elif s_aux is not None:
+        if attention_mask is not None and _has_log_sum_exp(query, key, value, attention_mask, s_aux):
+            return _attend_with_sinks(query, key, value, attention_mask, scale, s_aux), None
+    elif key.shape[1] != heads and queries == 1 and one_mask:
+        rows = query.reshape(batch, key.shape[1], -1, width)
+        out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(batch, queries, heads, value.shape[-1]), None
+    sinks = {} if s_aux is None else {"s_aux": s_aux}
+    return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **sinks, **more)
 
 
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """Return attention [batch, queries, heads, value_dim]; arguments as of the operator, with any number of queries."""
+    (batch, heads, queries, width), groups = query.shape, query.shape[1] // key.shape[1]
+    if query.is_meta:  # while a pass is traced, which counts this function as one operator
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    if queries == 1 and mask.shape[1] == 1:  # heads that share keys are the rows of one product
+        query, sinks = query.reshape(batch, -1, groups, width), sinks.view(-1, groups)
+    else:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        sinks = sinks[:, None]
+    if query.is_cuda:
+        # it takes a mask with rows of 16 elements
+        mask = pad(mask, (0, -mask.shape[3] % 16))[..., : mask.shape[3]]
+        mask = mask.expand(*query.shape[:3], -1)
+        out, log_sum_exp, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scale)
+        log_sum_exp = log_sum_exp[..., : query.shape[2]]  # it is padded, too
+    else:
+        call = aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum_exp = call(query, key, value, attn_mask=mask, scale=scale)
+    out = (out * torch.sigmoid(log_sum_exp - sinks).unsqueeze(-1)).to(query.dtype)
+    return out.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous()
+
+
+def _has_log_sum_exp(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> bool:
+    """Return whether the PyTorch kernels of `_attend_with_sinks` apply."""
+    return (
+        query.device.type in ("cpu", "cuda", "meta")
+        and fits_operator(query, key, value, mask, sinks)
+        and value.shape[3] == query.shape[3]
+        and not _needs_gradient(query, key, value, sinks)
+    )
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> bool:
     """Return whether the kernel applies: for a few queries, on a CUDA device of capability 8.0 or newer."""
     return (
         query.is_cuda
         and query.shape[2] <= MAX_QUERIES
-        and fits_operator(query, key, value, mask)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
+        and fits_operator(query, key, value, mask, sinks)
+        and not _needs_gradient(query, key, value, sinks)
         and torch.cuda.get_device_capability(query.device) >= MIN_CAPABILITY
         and load_extension()
     )

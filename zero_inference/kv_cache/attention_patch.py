@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cpu.attention import LogitOptions, attention_reference
+from zero_inference.kernels.decode_attention import EAGER, attend, attention_of, eager_files
 from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, CpuAttentionLayer, UnsupportedAttention
-from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
+from zero_inference.kv_cache.device import DeviceKVCache, StepMasks, supports_preallocated, windows_of_layers
 from zero_inference.models.empty_model import cache_class, new_cache
 from zero_inference.models.layers import find_layers, first_of_kind
 from zero_inference.models.tracing import tensors_in
@@ -33,7 +34,7 @@ from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.timing import Transfers
 
 FUNCTIONS = ("sdpa", "eager")  # other implementations have masks of another kind
-TRIAL_PROMPT, TRIAL_STEPS = 6, 2  # tokens of a sequence
+TRIAL_PROMPT, TRIAL_LENGTH = 6, 8  # tokens of a sequence, those of the decode steps included
 TRIAL_WINDOW = 3  # sliding window
 SMALL_ELEMENTS = 1 << 16  # parameters up to this size get random numbers in a trial
 
@@ -56,13 +57,23 @@ def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
         if text._attn_implementation not in FUNCTIONS:
             return f"attends by {text._attn_implementation}, not by {' or '.join(FUNCTIONS)}"
     try:
-        own, ours = (_trial_steps(*_small_copy(model), cpu_attention) for cpu_attention in (False, True))
+        own, ours = (_attended_steps(model, by_cpu) for by_cpu in (False, True))
         same = _same_steps(own, ours)
     except UnsupportedAttention as error:
         return f"has an attention of its own ({error.why})"
     except Exception as error:  # whatever the model's own code raises
         return f"cannot be tried with CPU attention ({first_line(error)})"
     return None if same else "has an attention that computes something else than CPU attention"
+
+
+def _attended_steps(model: PreTrainedModel, by_cpu: bool) -> Iterator[Tensor]:
+    copied, begin_pass = _small_copy(model)
+    kind = cache_class(copied)
+    cache = new_cache(copied.config, kind)
+    if by_cpu:
+        cache = CpuAttentionCache(copied.config, TRIAL_LENGTH, False, False, Transfers(), _reference_attention, kind)
+    with patch_attention(copied) if by_cpu else nullcontext():
+        yield from _trial_steps(copied, begin_pass, cache)
 
 
 def _bloom_attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -78,18 +89,64 @@ def window_only_in_cache(model: PreTrainedModel) -> bool:
     sliding = any(getattr(layer, "is_sliding", False) for layer in new_cache(model.config, cache_class(model)).layers)
     if not (sliding and supports_preallocated(model)):
         return False
-    results = []
     try:
-        for ours in (False, True):
-            copied, begin_pass = _small_copy(model)
-            text = copied.config.get_text_config(decoder=True)
-            for name in ("sliding_window", "attention_chunk_size"):
-                if getattr(text, name, None):
-                    setattr(text, name, TRIAL_WINDOW)
-            results.append(list(_trial_steps(copied, begin_pass, False, ours)))
+        own, ours = (_windowed_steps(model, preallocated) for preallocated in (False, True))
     except Exception:  # whatever the model's own code raises
         return True
-    return not _same_steps(*results)
+    return not _same_steps(own, ours)
+
+
+def takes_step_masks(model: PreTrainedModel) -> bool:
+    """Return whether decode steps of `model` with `StepMasks`, as a graph has them, compute what the model's own steps do.
+
+    If its attention is "eager", `attend` computes all of it. The model has no weights yet; a trial decides.
+    """
+    replaced = _TrialAttention()
+    try:
+        own, ours = _windowed_steps(model, False), _windowed_steps(model, True, replaced)
+    except Exception:  # whatever the model's own code raises
+        return False
+    return (attention_of(model) == "sdpa" or replaced.calls > 0) and _same_steps(own, ours)
+
+
+class _TrialAttention:
+    """Calls `attend` for the modules of one model, and raises where that would leave a call to the model's own function."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def use(self, model: PreTrainedModel) -> Patches:
+        patches, modules = Patches(), set(model.modules())
+        for file in eager_files(model):
+            patches.set_attr(file, EAGER, partial(self._call, vars(file)[EAGER], modules))
+        return patches
+
+    def _call(self, before: Callable, modules: set, module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        if module not in modules:  # of another thread
+            return before(module, *args, **options)
+        if "s_aux" not in options:
+            raise UnsupportedAttention(f"{type(module).__name__} has no sinks")
+        self.calls += 1
+        return attend(before if options["s_aux"] is None else self._refuse, module, *args, **options)
+
+    def _refuse(self, module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        raise UnsupportedAttention(f"{type(module).__name__} passes other arguments")
+
+
+def _windowed_steps(
+    model: PreTrainedModel, preallocated: bool, masked_by: _TrialAttention | None = None
+) -> list[Tensor]:
+    """Return the results of `_trial_steps` of a copy with short windows; with `masked_by`, steps get `StepMasks` and attend by it."""
+    copied, begin_pass = _small_copy(model)
+    text = copied.config.get_text_config(decoder=True)
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(text, name, None):
+            setattr(text, name, TRIAL_WINDOW)
+    cache = (
+        DeviceKVCache(copied.config, TRIAL_LENGTH) if preallocated else new_cache(copied.config, cache_class(copied))
+    )
+    with nullcontext() if masked_by is None else masked_by.use(copied):
+        return list(_trial_steps(copied, begin_pass, cache, masked_by is not None))
 
 
 def _same_steps(own: Iterable[Tensor], ours: Iterable[Tensor]) -> bool:
@@ -100,25 +157,33 @@ def _same_steps(own: Iterable[Tensor], ours: Iterable[Tensor]) -> bool:
 
 
 def _trial_steps(
-    copied: PreTrainedModel, begin_pass: Callable[[], None], cpu_attention: bool, preallocated: bool = False
+    copied: PreTrainedModel, begin_pass: Callable[[], None], cache: Any, masked: bool = False
 ) -> Iterator[Tensor]:
-    """Yield results of decode steps of a `_small_copy`: the inputs of products with large weights, and the logits."""
-    kind, length = cache_class(copied), TRIAL_PROMPT + TRIAL_STEPS
-    cache = DeviceKVCache(copied.config, length) if preallocated else new_cache(copied.config, kind)
-    if cpu_attention:
-        cache = CpuAttentionCache(copied.config, length, False, False, Transfers(), _reference_attention, kind)
+    """Yield results of decode steps of a `_small_copy`: the inputs of products with large weights, and the logits.
+
+    `masked`: steps are computed as a graph computes them, with `StepMasks` and a `DeviceKVCache` that returns all positions.
+    """
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}
-    ids = 1 + torch.arange(2 * length).reshape(2, length) % (copied.config.get_text_config(decoder=True).vocab_size - 1)
+    vocabulary = copied.config.get_text_config(decoder=True).vocab_size
+    ids = 1 + torch.arange(2 * TRIAL_LENGTH).reshape(2, TRIAL_LENGTH) % (vocabulary - 1)
     mask = torch.ones_like(ids)
     mask[0, : TRIAL_PROMPT // 2] = 0
-    with patch_attention(copied) if cpu_attention else nullcontext(), torch.no_grad(), _RandomProducts() as products:
-        for start, end in ((0, TRIAL_PROMPT), *((at, at + 1) for at in range(TRIAL_PROMPT, length))):
+    with torch.no_grad(), _RandomProducts() as products:
+        for start, end in ((0, TRIAL_PROMPT), *((at, at + 1) for at in range(TRIAL_PROMPT, TRIAL_LENGTH))):
             begin_pass()
             products.inputs.clear()
-            arguments = dict(
-                input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
-            )
-            logits = copied(**arguments, **last).logits
+            arguments: dict[str, Any] = dict(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, **last)
+            if masked and start:
+                masks = StepMasks.like(
+                    ids, TRIAL_LENGTH, torch.float32, windows_of_layers(copied.config, TRIAL_LENGTH) or {}
+                )
+                masks.fill(start, mask[:, :end])
+                arguments |= dict(attention_mask=masks.argument, position_ids=torch.full((2, 1), start))
+                with cache.writing_at({ids.device: torch.tensor([start])}):
+                    logits = copied(**arguments).logits
+                cache.advance(1)
+            else:
+                logits = copied(attention_mask=mask[:, :end], **arguments).logits
             if start:
                 yield from products.inputs
                 yield logits

@@ -75,12 +75,68 @@ def _why_not_replaceable(own: Cache) -> str | None:
     return "has no layers that keep keys and values" if own.layers and not layers else None
 
 
-def sees_all_positions(config, length: int) -> bool:
-    """Return whether each of `length` positions attends to all before it, in every layer of `config`'s decoder."""
+def windows_of_layers(config: Any, length: int) -> dict[str, int] | None:
+    """Return by the kind of a decoder layer the last positions that a token sees of `length`, its own included; 0: all.
+
+    None where a kind sees other positions, as chunks, or keeps no keys and values.
+    """
     text = config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    return kinds <= {"full_attention", "attention"} or (kinds <= KEY_VALUE_LAYERS and bool(window) and window >= length)
+    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
+    only = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+    windows: dict[str, int] = {}
+    for kind in dict.fromkeys(getattr(text, "layer_types", None) or [only]):
+        seen = window or chunk or 0
+        if kind in ("full_attention", "attention") or (kind in KEY_VALUE_LAYERS and seen >= length):
+            windows[kind] = 0
+        elif kind == "sliding_attention" and window:
+            windows[kind] = window
+        else:
+            return None
+    return windows
+
+
+def sees_all_positions(config: Any, length: int) -> bool:
+    """Return whether each of `length` positions attends to all before it, in every layer of `config`'s decoder."""
+    windows = windows_of_layers(config, length)
+    return windows is not None and not any(windows.values())
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """Masks of a decode step, added to attention scores, in tensors at fixed addresses.
+
+    Attributes:
+        windows: as of `windows_of_layers`.
+        by_window: [B, 1, 1, positions of the cache] each, in the model's dtype.
+    """
+
+    windows: Mapping[str, int]
+    by_window: Mapping[int, Tensor]
+
+    @classmethod
+    def like(cls, ids: Tensor, length: int, dtype: torch.dtype, windows: Mapping[str, int]) -> StepMasks:
+        shape = ids.shape[0], 1, 1, length
+        masks = {each: torch.empty(shape, dtype=dtype, device=ids.device) for each in set(windows.values())}
+        return cls(windows, masks)
+
+    @property
+    def argument(self) -> Tensor | dict[str, Tensor]:
+        """The model's `attention_mask`: one mask for all layers, or those of each kind, as transformers' models take them."""
+        if len(self.by_window) == 1:
+            return next(iter(self.by_window.values()))
+        return {kind: self.by_window[window] for kind, window in self.windows.items()}
+
+    def fill(self, cached: int, given: Tensor | None) -> None:
+        """Let the token after `cached` positions see those of `given` [B, cached + 1] (None: all) that are in its windows."""
+        visible = None if given is None else given.bool()
+        for window, mask in self.by_window.items():
+            mask.fill_(torch.finfo(mask.dtype).min)
+            first = max(0, cached + 1 - window) if window else 0
+            seen = mask[:, 0, 0, first : cached + 1]
+            if visible is None:
+                seen.zero_()
+            else:
+                seen.masked_fill_(visible[:, first:], 0)
 
 
 def has_keys(layer: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from zero_inference.kernels.decode_attention import using_prompt_attention
 from zero_inference.models.layers import cache_per_module, decoder_layers, expert_parameters, find_layers
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.patching import Patches
@@ -153,7 +154,7 @@ def _record_pass(
             # transformers would read the values of a mask that a model makes, as OPT's
             patches.set_attr(masking_utils, "fast_all", lambda mask: True)
             recorder.hook_modules(patches)
-            with _ReplacedAttention(recorder), recorder:
+            with using_prompt_attention(copied), _ReplacedAttention(recorder), recorder:
                 copied(input_ids=ids, **cache, use_cache=past is not None, **last_only)
     except Exception:  # the model's own code may raise anything
         return None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from zero_inference.engines.stream.cpu_plan import MIN_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import Machine
+from zero_inference.kernels.decode_attention import using_prompt_attention
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec
@@ -267,7 +269,12 @@ class Plan:
         """Return the model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError."""
         self.predicted  # noqa: B018  while the model is empty
         self.engine_plan.prepare()
-        return engine_module(self.job.config.engine).load(self.engine_plan, progress)
+        loaded = engine_module(self.job.config.engine).load(self.engine_plan, progress)
+        with contextlib.ExitStack() as closing:
+            closing.callback(loaded.close)
+            closing.enter_context(using_prompt_attention(loaded.model))
+            loaded.close = closing.pop_all().close
+        return loaded
 
 
 def build_job(

@@ -29,8 +29,8 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.prefetch import BetweenGraphs, Prefetcher
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
-from zero_inference.kernels.decode_attention import using_decode_attention
-from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
+from zero_inference.kernels.decode_attention import attention_of, using_decode_attention
+from zero_inference.kv_cache.device import DeviceKVCache, StepMasks, windows_of_layers
 from zero_inference.models.layers import MAX_DIFFERENCE
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.format import first_line
@@ -46,6 +46,8 @@ REPLAYS = 3  # the first one takes longer
 ROUNDED_LAYERS = 40
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
+NOT_REPLACED = "its attention is not PyTorch's"
+OTHER_MASKS = "its layers attend neither to all positions nor to a window that a mask can give"
 REMEDIES = {  # by reason; "use --decode-graph off" for the others
     KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
     TRACED: "drop one of the two",
@@ -66,18 +68,18 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
     config = job.config
     if config.decode_graph == "off":
         return "--decode-graph off"
-    attention = (
-        getattr(job.spec.text_config, "_attn_implementation", None) or job.empty_model.model.config._attn_implementation
-    )
+    attention = attention_of(job.empty_model.model)
     reasons = {
         KEYS_IN_HOST: config.kv_offload,
         TRACED: config.trace is not None,
-        "its attention is not PyTorch's": attention != "sdpa",
-        "its layers do not all attend to all positions": not sees_all_positions(job.spec.config, job.length),
+        NOT_REPLACED: attention not in ("sdpa", "eager"),
+        OTHER_MASKS: job.window_only_in_cache or windows_of_layers(job.spec.config, job.length) is None,
         "it dequantizes experts in groups, whose sizes the host reads": in_groups,
         "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
     }
     reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason is None and not job.takes_step_masks:
+        reason = OTHER_MASKS if attention == "sdpa" else NOT_REPLACED
     if reason and config.decode_graph == "on":
         raise UsageError(f"--decode-graph on: {reason}; {REMEDIES.get(reason, 'use --decode-graph off')}.")
     return reason
@@ -92,12 +94,13 @@ class StepGraph:
 
     def __init__(self, job: Job, prefetcher: Prefetcher, report: Callable[[DecodeGraph], None]):
         self.dtype, self.always = job.spec.dtype, job.config.decode_graph == "on"  # even if it is slower
+        self.config, self.windows = job.spec.config, windows_of_layers(job.spec.config, job.length) or {}
         layers = max(ROUNDED_LAYERS, prefetcher.placement.layers)
         self.max_difference = MAX_DIFFERENCE[self.dtype] * math.sqrt(layers / ROUNDED_LAYERS)
         self.capture = capture_cuda_graphs if job.on_gpu else capture_calls
         self.prefetcher, self.report = prefetcher, report
         self.calls = None if prefetcher.cpu is None else prefetcher.cpu.calls
-        model = job.empty_model.model
+        self.model = model = job.empty_model.model
         self.original_forward = model.forward
         self.cache: DeviceKVCache | None = None  # of the captured step
         self.eager_steps = 0
@@ -157,13 +160,17 @@ class StepGraph:
 
     def _capture(self, call: dict[str, Any]) -> None:
         cache = call["past_key_values"]
-        inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype, self.prefetcher.devices)
+        if windows_of_layers(self.config, cache.max_length) != self.windows:  # no plan tried other masks
+            self._give_up("the cache is longer than planned, and than a window")
+            return
+        inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype, self.windows, self.prefetcher.devices)
         inputs.fill(call)
         arguments = inputs.arguments_for(call)
 
         def step() -> torch.Tensor:
-            with self.prefetcher.timeline.paused(), cache.writing_at(inputs.cache_positions), using_decode_attention():
-                return self.original_forward(**arguments).logits
+            with self.prefetcher.timeline.paused(), cache.writing_at(inputs.cache_positions):
+                with using_decode_attention(self.model):
+                    return self.original_forward(**arguments).logits
 
         self.prefetcher.fix_slots()
         self.prefetcher.begin_captured_pass()
@@ -196,7 +203,7 @@ class StepGraph:
                 graph_s = min(graph_s, replay_s)
                 cache.advance(-1)
             of_graph = [output.logits[:, -1].clone(), *cache.at(position)]
-            with_mask = call | {"attention_mask": visible_positions(call, self.dtype)}
+            with_mask = call | {"attention_mask": visible_positions(call, self.dtype, self.windows)}
             masked_s, output = _timed(lambda: self.original_forward(**with_mask), streams)
             eager = [output.logits[:, -1].clone(), *cache.at(position)]
             differences = [_difference(one, other).to(call["input_ids"].device) for one, other in zip(of_graph, eager)]
@@ -375,19 +382,24 @@ class StepInputs:
     ids: torch.Tensor  # int64 [B, 1]
     positions: torch.Tensor  # int64 [B, 1]
     cache_positions: Mapping[torch.device, torch.Tensor]  # int64 [1] on each device, the cache's next position
-    mask: torch.Tensor  # added to attention scores, [B, 1, 1, positions of the cache], in the model's dtype
+    masks: StepMasks
 
     @classmethod
     def like(
-        cls, ids: torch.Tensor, length: int, dtype: torch.dtype, devices: Sequence[torch.device] = ()
+        cls,
+        ids: torch.Tensor,
+        length: int,
+        dtype: torch.dtype,
+        windows: Mapping[str, int],
+        devices: Sequence[torch.device] = (),
     ) -> StepInputs:
-        mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
         positions = {device: ids.new_empty(1, device=device) for device in devices or (ids.device,)}
-        return cls(torch.empty_like(ids), torch.empty_like(ids), positions, mask)
+        masks = StepMasks.like(ids, length, dtype, windows)
+        return cls(torch.empty_like(ids), torch.empty_like(ids), positions, masks)
 
     def arguments_for(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `call` with these tensors instead of its own."""
-        inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
+        inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.masks.argument}
         if call.get("cache_position") is not None:
             inputs["cache_position"] = self.cache_positions[self.ids.device]
         return call | inputs
@@ -399,20 +411,15 @@ class StepInputs:
         self.positions.copy_(call["position_ids"])
         for position in self.cache_positions.values():
             position.fill_(length)
-        self.mask.fill_(torch.finfo(self.mask.dtype).min)
-        seen, given = self.mask[:, 0, 0, : length + 1], call.get("attention_mask")  # [B, length + 1]
-        if given is None:
-            seen.zero_()
-        else:
-            seen.masked_fill_(given.bool(), 0)
+        self.masks.fill(length, call.get("attention_mask"))
 
 
-def visible_positions(call: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask [B, 1, 1, positions] that transformers would add for the positions that a decode step sees."""
-    ids, length = call["input_ids"], call["past_key_values"].get_seq_length() + 1
-    mask = torch.zeros(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
-    given = call.get("attention_mask")
-    return mask if given is None else mask.masked_fill_(~given.bool()[:, None, None, :], torch.finfo(dtype).min)
+def visible_positions(call: dict[str, Any], dtype: torch.dtype, windows: Mapping[str, int]) -> Any:
+    """Return the masks [B, 1, 1, positions] that transformers would add for the positions that a decode step sees, as an argument."""
+    length = call["past_key_values"].get_seq_length()
+    masks = StepMasks.like(call["input_ids"], length + 1, dtype, windows)
+    masks.fill(length, call.get("attention_mask"))
+    return masks.argument
 
 
 def is_decode_step(call: dict[str, Any]) -> bool:
