@@ -7,6 +7,9 @@ import itertools
 import pytest
 import torch
 from kernel_cases import SeenOperators, on_gpu, relative_error
+from transformers import GptOssConfig
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from zero_inference.kernels import decode_attention
 
@@ -130,8 +133,12 @@ def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel():
 
     assert which(case(2, 4, 2, 1, 9, (16, 16))) == which(case(2, 4, 4, 1, 9, (16, 16))) == ["kernel"]
     assert which(case(2, 4, 2, 3, 9, (16, 16))) == ["kernel"]
-    for more in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}):
+    for more in ({"dropout": 0.1}, {"softcap": 30.0}, {"position_bias": torch.zeros(1)}, {"output_attentions": True}):
         assert which(case(2, 4, 2, 1, 9, (16, 16)), **more) == ["own"]
+    sinks = torch.zeros(4, dtype=torch.bfloat16, device="cuda")
+    assert which(case(2, 4, 2, 1, 9, (16, 16)), s_aux=sinks) == ["kernel"]
+    assert which(case(2, 4, 2, 9, 9, (16, 16)), s_aux=sinks) == [], "PyTorch's kernel and its log-sum-exp"
+    assert which(case(2, 4, 2, 1, 9, (16, 16)), s_aux=sinks.double()) == ["own"]
     without = case(2, 4, 2, 3, 9, (16, 16))
     without.mask = None
     assert which(without, is_causal=True) == ["own"]
@@ -142,6 +149,63 @@ def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel():
     states, own = (learned.query, learned.key, learned.value, learned.mask), []
     decode_attention.attend(lambda *args, **more: own.append(args), torch.nn.Module(), *states)
     assert own
+
+
+def check_prompt(case: Case) -> None:
+    refused = []
+    states = case.query, case.key, case.value, case.mask
+    with torch.no_grad():
+        found, _ = decode_attention.attend(
+            lambda *args, **more: refused.append(args) or (None, None),
+            torch.nn.Module(),
+            *states,
+            scaling=case.scale,
+            s_aux=case.sinks,
+        )
+    assert not refused and found.dtype == case.query.dtype and found.is_contiguous()
+    assert relative_error(found, case.exact()) < 2 * BOUNDS[case.query.dtype]
+
+
+PROMPTS = [(2, 6, 2, 1, 20, (16, 16)), (2, 6, 2, 21, 37, (16, 16)), (1, 8, 8, 70, 70, (64, 64))]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_prompts_with_sinks(mask, dtype):
+    for sizes in PROMPTS:
+        check_prompt(Case(*sizes, dtype, mask, sinks=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_prompts_with_sinks_on_a_gpu(mask, dtype):
+    for sizes in (*PROMPTS, (1, 64, 8, 512, 512, (64, 64)), (2, 8, 1, 33, 45, (128, 128))):
+        check_prompt(Case(*sizes, dtype, mask, "cuda", sinks=True))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_family_with_sinks_attends_by_it_until_it_is_closed(queries):
+    """gpt-oss's own function gives the same; a call without sinks stays with it."""
+    case = Case(2, 8, 2, queries, 20, (16, 16), torch.float32, sinks=True)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 4, case.sinks
+    before = modeling_gpt_oss.eager_attention_forward
+    model = GptOssAttention(GptOssConfig(num_hidden_layers=1, hidden_size=64, attn_implementation="eager"), 0)
+
+    def call(**more):
+        states = case.query, case.key, case.value, case.mask
+        return modeling_gpt_oss.eager_attention_forward(module, *states, scaling=case.scale, **more)
+
+    expected, weights = call()
+    assert weights is not None
+    with torch.no_grad(), decode_attention.using_decode_attention(model):
+        found, weights = call(s_aux=case.sinks)
+        torch.testing.assert_close(found, expected)
+        assert weights is None and call()[1] is not None
+    with torch.no_grad(), decode_attention.using_prompt_attention(model):
+        assert (call(s_aux=case.sinks)[1] is None) == (queries > 1), "a step is the family's own"
+    assert modeling_gpt_oss.eager_attention_forward is before
 
 
 SIZES = [  # batch, heads, key heads, queries, positions, widths

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import FAMILIES
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -170,12 +171,20 @@ ENGINES = {
 
 @pytest.mark.parametrize(
     "engine, family",
-    [*((engine, "llama") for engine in ENGINES), ("stream, CPU attention", "bloom"), ("stream, CPU", "mixtral")],
+    [
+        *((engine, "llama") for engine in ENGINES),
+        ("stream, CPU attention", "bloom"),
+        ("stream, CPU", "mixtral"),
+        ("stream, graphs", "gpt_oss"),
+        ("stream, CPU attention", "gpt_oss"),
+    ],
 )
 def test_unloading_undoes_all_changes(engine, family, checkpoints, models, monkeypatch):
     """With norm, rotary and routing kernels, whose references a CPU computes."""
     if "deepspeed" in engine and torch.cuda.is_available():
         pytest.skip("DeepSpeed uses the GPU: CUDA_VISIBLE_DEVICES=")
+    sinks = dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=4)
+    monkeypatch.setitem(FAMILIES, "gpt_oss", FAMILIES["llama"] | sinks)
     monkeypatch.setattr(session, "prepare_norm_kernels", lambda *_: None)
     monkeypatch.setattr(session, "has_kernels", lambda *_: True)
     generate(AutoModelForCausalLM.from_pretrained(checkpoints(family)))  # imports its modules
@@ -184,8 +193,11 @@ def test_unloading_undoes_all_changes(engine, family, checkpoints, models, monke
     before = library_state()
     with load(checkpoints(family), **ENGINES[engine] | CPU) as model:
         generate(model)
+        if family == "gpt_oss":
+            assert isinstance(sys.modules[type(model).__module__].eager_attention_forward, SharedPatch)
         facts = model._state.loaded.facts
-        assert facts["norm_modules_patched"] == sum("Norm" in type(module).__name__ for module in model.modules())
+        if family != "gpt_oss":  # whose norms are not patched
+            assert facts["norm_modules_patched"] == sum("Norm" in type(each).__name__ for each in model.modules())
         if family == "mixtral":
             assert "forward" in vars(model.model.layers[0].mlp.gate)
             assert isinstance(sys.modules[type(model).__module__].apply_rotary_pos_emb, SharedPatch)

@@ -8,19 +8,25 @@ import sys
 
 import pytest
 import torch
-from conftest import FAMILIES, ROOT, VOCAB, plain_ids
+from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cpu import chosen_by_plan, prefetcher_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from zero_inference.config.run_config import RunConfig
+from zero_inference.engines import base
 from zero_inference.engines.stream import cpu, cuda_graph, engine, plan
 from zero_inference.engines.stream.cuda_graph import StepInputs, is_decode_step
 from zero_inference.engines.stream.rebalance import LAST_PASS, MAX_MEASUREMENTS
 from zero_inference.errors import UsageError
 from zero_inference.kernels import decode_attention
-from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
+from zero_inference.kv_cache import attention_patch
+from zero_inference.kv_cache.attention_patch import takes_step_masks
+from zero_inference.kv_cache.device import DeviceKVCache, StepMasks, sees_all_positions, windows_of_layers
+from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import ModelSpec
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.format import three_digits
 
@@ -86,6 +92,107 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
     # two generations of one prefill and LONG - 1 steps; of the first three are as usual, and the trial repeats its step
     assert steps == {"captured": 1, "replayed": 2 * (LONG - 1) - cuda_graph.EAGER_STEPS - 2 + cuda_graph.REPLAYS}
     assert "forward" not in vars(loaded.model)
+
+
+SLIDING = {  # of every other layer, or of all
+    "gpt_oss": dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+    "gemma3_text": dict(model_type="gemma3_text", head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
+    "mistral": dict(model_type="mistral"),
+}
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    """Give a function (family, window) -> checkpoint folder."""
+    made = {}
+
+    def get(family: str, window: int):
+        if (family, window) not in made:
+            made[family, window] = folder = tmp_path_factory.mktemp("sliding") / family
+            model = build_model("llama", **SLIDING[family], num_hidden_layers=4, sliding_window=window)
+            model.save_pretrained(folder)
+        return made[family, window]
+
+    return get
+
+
+# shorter than the prompt; one that the length only passes after the graph was verified
+@pytest.mark.parametrize("window", [PROMPT - 4, PROMPT + cuda_graph.EAGER_STEPS + 5])
+@pytest.mark.parametrize("placed", [{"gpu_memory": ALL}, {"gpu_memory": 0, "cpu_compute": "1"}], ids=str)
+@pytest.mark.parametrize("family", SLIDING)
+def test_sliding_windows_and_sinks_give_the_ids_of_plain_transformers(family, placed, window, sliding, steps):
+    folder = sliding(family, window)
+    loaded, found, used = run_long(folder, decode_graph="on", **placed)
+    expected = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG)
+    assert torch.equal(found.output_ids, expected) and len(expected.unique()) > 4
+    assert used.unused_because is None and used.difference < 1e-5
+    assert steps["captured"] == 1 and steps["replayed"] > LONG
+    assert torch.equal(run_long(folder, decode_graph="off", **placed)[1].output_ids, expected)
+
+
+@pytest.mark.parametrize("share", ["off", "1"])
+@pytest.mark.parametrize("family", SLIDING)
+def test_sliding_windows_with_keys_in_host_memory(family, share, sliding):
+    folder = sliding(family, PROMPT - 4)
+    loaded, spec, ranks = load(folder, gen_len=LONG, kv_offload=True, cpu_compute=share)
+    make = loaded.cache_factory(RunConfig(model=str(folder), prompt_len=PROMPT, gen_len=LONG, kv_offload=True))
+    ids = random_ids(0, BATCH, PROMPT, VOCAB)
+    options = {"max_new_tokens": LONG, "do_sample": False, "attention_mask": torch.ones_like(ids).to(loaded.device)}
+    found = loaded.model.generate(ids.to(loaded.device), past_key_values=make(), **options)
+    loaded.close()
+    assert torch.equal(found[:, PROMPT:].cpu(), plain_ids(folder, ids, LONG))
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_padded_prompts_with_sliding_windows(family, sliding, steps):
+    folder = sliding(family, PROMPT - 4)
+    ids, mask = random_ids(0, BATCH, PROMPT, VOCAB), torch.ones(BATCH, PROMPT, dtype=torch.int64)
+    mask[0, :6] = 0
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options = {"max_new_tokens": LONG, "min_new_tokens": LONG, "do_sample": False}
+    expected = plain.generate(ids, attention_mask=mask, **options)
+    loaded, spec, _ = load_captured(folder)
+    ids, mask = ids.to(loaded.device), mask.to(loaded.device)
+    cache = DeviceKVCache(spec.config, PROMPT + LONG)
+    found = loaded.model.generate(ids, past_key_values=cache, attention_mask=mask, **options)
+    loaded.close()
+    assert torch.equal(found.cpu(), expected) and steps["replayed"] > 5
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_a_trial_finds_masks_and_sinks_that_a_model_does_not_take(family, sliding, monkeypatch):
+    config = AutoConfig.from_pretrained(sliding(family, PROMPT - 4))
+    spec = ModelSpec("small", config, folder=None, snapshot=None, dtype=torch.float32, dummy=True)
+    assert takes_step_masks(build_on_meta(spec))
+    own = StepMasks.fill
+    with monkeypatch.context() as patched:
+        patched.setattr(StepMasks, "fill", lambda self, cached, given: own(self, cached, None))
+        hidden = family == "mistral"  # all its windows begin after the padding
+        assert takes_step_masks(build_on_meta(spec)) == hidden, "padding"
+        all_seen = dict.fromkeys(windows_of_layers(spec.config, PROMPT + 1), 0)
+        patched.undo()
+        patched.setattr(attention_patch, "windows_of_layers", lambda config, length: all_seen)
+        assert not takes_step_masks(build_on_meta(spec)), "a window"
+    if family == "gpt_oss":
+        attend = attention_patch.attend
+        monkeypatch.setattr(
+            attention_patch, "attend", lambda *args, s_aux, **more: attend(*args, s_aux=s_aux + 1, **more)
+        )
+        assert not takes_step_masks(build_on_meta(spec)), "sinks"
+
+
+def test_windows_of_layers():
+    def config(**fields):
+        return AutoConfig.for_model("gemma3_text", num_hidden_layers=2, **fields)
+
+    kinds = ["sliding_attention", "full_attention"]
+    mixed = config(sliding_window=8, layer_types=kinds)
+    assert windows_of_layers(mixed, 9) == {"sliding_attention": 8, "full_attention": 0}
+    assert windows_of_layers(mixed, 8) == dict.fromkeys(kinds, 0) and sees_all_positions(mixed, 8)
+    assert windows_of_layers(AutoConfig.for_model("mistral", sliding_window=8), 9) == {"sliding_attention": 8}
+    assert windows_of_layers(AutoConfig.for_model("llama"), 10**6) == {"full_attention": 0}
+    chunks = AutoConfig.for_model("llama4_text", num_hidden_layers=4, attention_chunk_size=8)
+    assert windows_of_layers(chunks, 9) is None and sees_all_positions(chunks, 8)
 
 
 @pytest.mark.parametrize("heads, key_heads", [(4, 2), (6, 3), (8, 2)])
@@ -338,19 +445,22 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
     assert used.unused_because.startswith("a graph's results differ by") and used.difference > found_out
 
 
-def test_where_it_is_not_possible(checkpoints, tmp_path):
+def test_where_it_is_not_possible(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "takes_step_masks", lambda model: False)
     config = AutoConfig.for_model(**{**FAMILIES["llama"], "model_type": "mistral", "sliding_window": PROMPT})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
     assert sees_all_positions(config, PROMPT) and not sees_all_positions(config, PROMPT + 1)
     for folder, options, reason in (
         (checkpoints("llama"), {"gpu_memory": ALL, "kv_offload": True}, "keys and values are in host memory"),
         (checkpoints("llama"), {"gpu_memory": ALL, "trace": "trace.json"}, "--trace shows each layer"),
-        (tmp_path / "mistral", {"gpu_memory": ALL}, "its layers do not all attend to all positions"),
-        (checkpoints("bloom"), {"gpu_memory": ALL}, "its attention is not PyTorch's"),
+        (tmp_path / "mistral", {"gpu_memory": ALL}, cuda_graph.OTHER_MASKS),
+        (checkpoints("bloom"), {"gpu_memory": ALL}, cuda_graph.NOT_REPLACED),
     ):
         with pytest.raises(UsageError, match=f"--decode-graph on: {reason}"):
             load(folder, decode_graph="on", **options)
         loaded, *_ = load(folder, decode_graph="auto", **options)
+        if loaded.device.type == "cpu" and reason in (cuda_graph.OTHER_MASKS, cuda_graph.NOT_REPLACED):
+            reason = "there is no GPU"  # no trial is needed
         assert loaded.facts["stream"]["decode_graph"].unused_because == reason
         loaded.close()
 
