@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, VOCAB
 from test_split import split_of
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
-from test_stream_cpu import prefetcher_of
+from test_stream_cpu import installed
 from test_stream_devices import needs_gpus
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 
@@ -47,7 +47,7 @@ def cached(mixtures, monkeypatch):  # noqa: F811
     def open_cached(family: str, slots: int, bits: int = 16, share: str = "1", **options):
         folder, _ = mixtures(family)
         loaded, spec, ranks = load(folder, cpu_compute=share, **FORMS[bits])
-        placement = prefetcher_of(loaded).placement
+        placement = installed(loaded).placement
         loaded.close()
         experts = placement.expert_blocks
         others = set(range(len(placement.blocks))) - set(experts)
@@ -158,7 +158,7 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, cached, fet
     """Before the first pass and after steps that evicted experts, the block comes whole, and experts in slots not over the link."""
     fetching(1.0, slots)
     loaded, spec, ranks = cached(family, slots, bits)
-    prefetcher, cache = prefetcher_of(loaded), cache_of(loaded)
+    prefetcher, cache = installed(loaded), cache_of(loaded)
     caches = cache.by_block.items()
     crosses = {
         index: prefetcher.placement.blocks[index].layout.stored_bytes - slots * each.expert_bytes
@@ -239,7 +239,7 @@ def test_fetched_experts_take_no_more_memory_than_the_device_has():
 
 
 def cache_of(loaded) -> expert_cache.ExpertCaches:
-    return prefetcher_of(loaded).cpu.experts
+    return installed(loaded).cpu.experts
 
 
 class Watched:
@@ -247,7 +247,7 @@ class Watched:
     hooks."""
 
     def __init__(self, loaded):
-        self.prefetcher, self.cache = prefetcher_of(loaded), cache_of(loaded)
+        self.prefetcher, self.cache = installed(loaded), cache_of(loaded)
         self.long: dict[int, Counter] = {}  # by block, of the last long pass
         self.before: dict[int, list[int]] = {}  # by block, the table in the last short pass
         self.choices = self.hits = self.hit_bytes = self.missed_bytes = self.changes = 0
@@ -302,7 +302,7 @@ def test_ids_are_those_of_transformers_whatever_is_cached(family, slots, mixture
 def test_a_decode_step_that_is_replayed_as_a_graph_finds_what_has_changed(family, devices, mixtures, cached, fetching):  # noqa: F811
     fetching(0.5, 2)
     loaded, spec, ranks = cached(family, 2, decode_graph="on", devices=devices)
-    placement = prefetcher_of(loaded).placement
+    placement = installed(loaded).placement
     assert {placement.device_of(block) for block in placement.expert_slots} == set(range(devices))
     found = generate(loaded, spec, ranks)
     assert loaded.facts["stream"]["decode_graph"].unused_because is None
@@ -313,7 +313,7 @@ def test_a_decode_step_that_is_replayed_as_a_graph_finds_what_has_changed(family
 def test_with_all_experts_cached_the_cpu_reads_none(mixtures, cached):  # noqa: F811
     """Of three layers' experts one's are the CPU's, with room for all of these; then another's stay on the device as a whole."""
     loaded, spec, ranks = cached("qwen3_moe", 7, share="0.3")
-    placement = prefetcher_of(loaded).placement
+    placement = installed(loaded).placement
     assert list(placement.expert_slots.values()) == [8] and len(placement.streamed) == 1
     assert len(placement.resident) == len(placement.blocks) - 2
     assert placement.resident_bytes <= placement.reserved_bytes
@@ -330,7 +330,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, cached, fetching):
     found = generate(loaded, spec, ranks, loops=1).loops[0]
     counts = transfers.expert_counts()
     layers = len(watched.cache.by_block)
-    k = prefetcher_of(loaded).placement.blocks[next(iter(watched.cache.by_block))].experts.top_k
+    k = installed(loaded).placement.blocks[next(iter(watched.cache.by_block))].experts.top_k
     assert counts.choices == watched.choices == layers * BATCH * k * (GEN - 1)
     assert counts.hits == watched.hits and 0 < counts.hits < counts.choices
     assert counts.saved_bytes == watched.hit_bytes
@@ -340,7 +340,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, cached, fetching):
     assert counts.fetched_bytes + read == watched.missed_bytes, "all other blocks stay on the device"
     # and on a GPU the CPU's results cross the link, in the dtype of the model
     results = layers * BATCH * loaded.model.config.hidden_size * 4 if loaded.device.type == "cuda" else 0
-    results += BATCH * prefetcher_of(loaded).placement.embedding_row_bytes
+    results += BATCH * installed(loaded).placement.embedding_row_bytes
     assert found.experts.fetched_bytes_per_step == counts.fetched_bytes / (GEN - 1) > 0
     assert round(found.moved.host_to_device_bytes_per_step * (GEN - 1)) == counts.fetched_bytes + results * (GEN - 1)
 
@@ -400,9 +400,9 @@ def test_a_prompt_may_break_off_while_slots_are_filled(mixtures, cached, monkeyp
 def test_device_memory_is_taken_as_planned(cached):
     for bits in FORMS:
         loaded, _, _ = cached("qwen2_moe", 2, bits)
-        placement, cache = prefetcher_of(loaded).placement, cache_of(loaded)
+        placement, cache = installed(loaded).placement, cache_of(loaded)
         assert sum(slots.nbytes for slots in cache.by_block.values()) == placement.expert_slot_bytes > 0
-        resident = sum(prefetcher_of(loaded).store.buffers[index].nbytes for index in placement.resident)
+        resident = sum(installed(loaded).store.buffers[index].nbytes for index in placement.resident)
         assert resident + placement.expert_slot_bytes == placement.resident_bytes <= placement.reserved_bytes
         assert loaded.facts["stream"]["resident_bytes"] == placement.resident_bytes
         assert loaded.facts["stream"]["expert_slots"] == 2

@@ -217,6 +217,8 @@ def test_the_kernel_multiplies_published_formats(name, dtype):
             case = Case(slots, 5, rows, columns, form, dtype, "cuda", seed)
             case.slot[case.slot > 4] = -1
             assert can_fuse(*case.arguments[:2]) == format_can_fuse(form, dtype)
+            if not format_can_fuse(form, dtype):
+                case.exact = case.plain.double()  # dequantized weights are rounded
             out = quantized_expert_linear(*case.arguments)
             case.check(out)
             assert torch.equal(out, quantized_expert_linear(*case.arguments))

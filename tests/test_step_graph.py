@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cpu import chosen_by_plan, prefetcher_of
+from test_stream_cpu import chosen_by_plan, installed
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -116,9 +116,14 @@ def sliding(tmp_path_factory):
     return get
 
 
-# shorter than the prompt; one that the length only passes after the graph was verified
-@pytest.mark.parametrize("window", [PROMPT - 4, PROMPT + cuda_graph.EAGER_STEPS + 5])
-@pytest.mark.parametrize("placed", [{"gpu_memory": ALL}, {"gpu_memory": 0, "cpu_compute": "1"}], ids=str)
+@pytest.mark.parametrize(
+    "window, placed",
+    [
+        (PROMPT - 4, {"gpu_memory": ALL}),
+        # the length passes it after the graph was verified
+        (PROMPT + cuda_graph.EAGER_STEPS + 5, {"gpu_memory": 0, "cpu_compute": "1"}),
+    ],
+)
 @pytest.mark.parametrize("family", SLIDING)
 def test_sliding_windows_and_sinks_give_the_ids_of_plain_transformers(family, placed, window, sliding, steps):
     folder = sliding(family, window)
@@ -243,7 +248,7 @@ def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpo
     folder, gen_len = checkpoints(family), LONG
     _, expected, _ = run_long(folder, decode_graph="off", **placed)
     loaded, spec, ranks = load(folder, gpu_memory=0, decode_graph="on", gen_len=gen_len, **placed)
-    prefetcher, slots = prefetcher_of(loaded), {}
+    prefetcher, slots = installed(loaded), {}
     own = prefetcher.rings[0].acquire
 
     def acquire(block):
@@ -299,7 +304,7 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     placed = {"gpu_memory": 0, "cpu_compute": "0.4", "decode_graph": "on", "gen_len": gen_len}
     loaded, spec, ranks = load(folder, **placed)
     found_ahead = iter([-(10**9), 10**9])  # bytes: all for the CPU, and then all for the link
-    prefetcher, timed, tried = prefetcher_of(loaded), [], []
+    prefetcher, timed, tried = installed(loaded), [], []
     monkeypatch.setattr(type(prefetcher.rebalancer), "_bytes_to_move", lambda *_: next(found_ahead))
     own = cuda_graph.StepGraph._verify
     monkeypatch.setattr(cuda_graph.StepGraph, "_verify", lambda self, call: tried.append(len(timed)) or own(self, call))
@@ -443,6 +448,23 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
     monkeypatch.setattr(StepInputs, "fill", fill_some)
     used = used_with_right_ids(checkpoints("llama"))
     assert used.unused_because.startswith("a graph's results differ by") and used.difference > found_out
+
+
+@pytest.mark.parametrize("differing", [1, cuda_graph.COMPARED_STEPS])
+def test_a_graph_may_differ_in_some_steps_but_not_in_all(differing, checkpoints, monkeypatch):
+    compared, tensors = [], 1 + 2 * FAMILIES["llama"]["num_hidden_layers"]  # logits, keys and values
+
+    def difference(one, other):
+        compared.append(one)
+        return torch.tensor(0.5 if len(compared) <= differing * tensors else 0.001)
+
+    monkeypatch.setattr(cuda_graph, "_difference", difference)
+    used = used_with_right_ids(checkpoints("llama"))
+    if differing < cuda_graph.COMPARED_STEPS:
+        assert used.unused_because is None and round(used.difference, 3) == 0.001
+    else:
+        assert used.unused_because == "a graph's results differ by 5.0e-01"
+    assert len(compared) == tensors * min(differing + 1, cuda_graph.COMPARED_STEPS)
 
 
 def test_where_it_is_not_possible(checkpoints, tmp_path, monkeypatch):

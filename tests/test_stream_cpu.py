@@ -82,10 +82,10 @@ def test_codes_give_the_ids_of_the_dequantized_weights(family, bits, checkpoints
         assert bool(facts["computed_bytes"]) == (share != "off") and bool(facts["fetched_bytes"]) == (share != "auto")
 
 
-def prefetcher_of(loaded) -> Prefetcher:
-    """Return what the engine installed in the model."""
+def installed(loaded, kind: type = Prefetcher):
+    """Return what the engine installed in the model, of class `kind`."""
     cells = [cell.cell_contents for cell in loaded.modules_changed.__closure__]
-    return next(each for each in cells if isinstance(each, Prefetcher))
+    return next(each for each in cells if isinstance(each, kind))
 
 
 def chosen_by_plan(own):
@@ -110,7 +110,7 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
     if bits == 16:
         assert torch.equal(ids[:, :GEN], expected(family))
     loaded, spec, ranks = load(checkpoints(family), cpu_compute="0.4", **options)
-    prefetcher, placed = prefetcher_of(loaded), []
+    prefetcher, placed = installed(loaded), []
     ahead = iter([0] * 12 + [-(10**9)] + [0] * 12 + [10**9] + [0] * 10**6)  # all to the CPU, and then all to the link
 
     def moved(placement, few, candidates):
@@ -132,7 +132,7 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cpu(checkp
 
     monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4")
-    prefetcher = prefetcher_of(loaded)
+    prefetcher = installed(loaded)
     assert 0 not in prefetcher.placement.cpu_computed and 0 in prefetcher.computable
     loaded.model.model.layers[0].self_attn = Skipped()
     assert generate(loaded, spec, ranks).loops[-1].moved.cores_busy_s_per_step > 0
@@ -198,7 +198,7 @@ def test_a_load_that_fails_leaves_nothing_behind(owner, name, checkpoints, monke
 
 def test_a_pass_that_broke_off_leaves_the_next_one_right(checkpoints, expected):
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4", ring_depth=3)
-    layers, ring = loaded.model.model.layers, prefetcher_of(loaded).rings[0]
+    layers, ring = loaded.model.model.layers, installed(loaded).rings[0]
     generate(loaded, spec, ranks, loops=1)
     before = [fetch.block for fetch in ring.pending]
 
@@ -275,6 +275,7 @@ def test_record_and_output_say_what_the_cpu_did(kv, checkpoints, run_model):
     assert operations == pytest.approx(max(0, of_all - of_cpu))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a plan for a machine without a GPU")
 @pytest.mark.parametrize(
     "options, says",
     [
@@ -426,7 +427,7 @@ def test_what_is_read_outside_of_its_layer_is_in_no_block():
 def test_weights_that_are_not_fetched_cannot_be_used(share, bits, checkpoints):
     codes = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute=share, **codes)
-    prefetcher, (before, layer, _) = prefetcher_of(loaded), loaded.model.model.layers
+    prefetcher, (before, layer, _) = installed(loaded), loaded.model.model.layers
     blocks = [block.module.get_parameter(p.name) for block in prefetcher.blocks for p in block.layout.parameters]
     blocks += [p for name, p in loaded.model.named_parameters() if name.endswith("_proj.weight")]
     during = []

@@ -14,13 +14,13 @@ import torch
 from conftest import FAMILIES, plain_ids
 from test_machine import H200, MACHINE, planned, replace
 from test_stream import BATCH, GEN, PROMPT, VOCAB, generate, layers_of, load
-from test_stream_cpu import prefetcher_of
+from test_stream_cpu import installed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream import devices
 from zero_inference.engines.stream.blocks import why_one_device
-from zero_inference.engines.stream.devices import count_rows, replace_tensors
+from zero_inference.engines.stream.devices import LayerDevices, count_rows, replace_tensors
 from zero_inference.engines.stream.placement import assign_layers, plan_placement
 from zero_inference.engines.stream.ring import BlockTimes, simulate_passes
 from zero_inference.errors import DoesNotFit
@@ -43,7 +43,7 @@ GIB = 1 << 30
 def test_ids_are_those_of_transformers(family, checkpoints):
     folder = checkpoints(family)
     loaded, spec, ranks = load(folder, devices=DEVICES, cpu_compute="0.5")
-    placement = prefetcher_of(loaded).placement
+    placement = installed(loaded).placement
     found = generate(loaded, spec, ranks, loops=2)
     loaded.close()
     assert len(loaded.devices) == DEVICES and set(placement.layer_devices) == set(range(min(DEVICES, placement.layers)))
@@ -100,7 +100,7 @@ def test_a_thousand_steps_on_two_gpus_give_the_ids_of_one(checkpoints):
 @needs_gpus
 def test_each_device_fetches_its_own_layers_in_their_order(checkpoints):
     loaded, spec, ranks = load(checkpoints("llama"), devices=2, cpu_compute="off", ring_depth=2)
-    prefetcher = prefetcher_of(loaded)
+    prefetcher = installed(loaded)
     generate(loaded, spec, ranks, loops=2)
     copies = [[copy.block for copy in device.copies if copy.pass_index > 0] for device in loaded.timeline.devices]
     placement, by_device = prefetcher.placement, loaded.timeline.by_device()
@@ -180,10 +180,11 @@ def test_a_plan_divides_layers_by_the_rates_of_the_links():
         assert 3 < fast / slow < 5, "each link has as much to copy as it can"
 
 
+@needs_gpus
 def test_a_ring_may_wait_for_the_end_of_a_layer(checkpoints):
     """Blocks are requested for the slots of a layer when it has ended on its device; ids stay the same."""
     loaded, spec, ranks = load(checkpoints("llama"), devices=2, cpu_compute="0.3", ring_depth=4)
-    prefetcher, seen = prefetcher_of(loaded), []
+    prefetcher, seen = installed(loaded), []
     for ring in prefetcher.rings.values():
         ring.refills_after_layers = True
 
@@ -204,7 +205,7 @@ def test_a_ring_may_wait_for_the_end_of_a_layer(checkpoints):
 def test_a_block_that_a_layer_calls_twice_is_fetched_again(checkpoints):
     """Also where all slots wait for the end of the layer."""
     loaded, *_ = load(checkpoints("llama"), devices=2, cpu_compute="0.3", ring_depth=2)
-    (ring, *_), seen = prefetcher_of(loaded).rings.values(), []
+    (ring, *_), seen = installed(loaded).rings.values(), []
     ring.refills_after_layers = True
     blocks = ring.pass_order[:2]
     ring.begin_pass(blocks, blocks)
@@ -274,7 +275,7 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
     found = []
     for count in (1, 2):
         loaded, spec, _ = load(checkpoints(family), devices=count, ring_depth=5, batch_size=5, **options)
-        layers, parts = prefetcher_of(loaded).layers, []
+        layers, parts = installed(loaded).layers, []
         decoder_layers(loaded.model)[1][1].register_forward_hook(lambda *_: parts.append(len(layers.micro_batches)))
         cache = DeviceKVCache(spec.config, PROMPT + GEN)
         inputs = {"attention_mask": mask.to(loaded.device), "max_new_tokens": GEN, "do_sample": False}
@@ -297,7 +298,7 @@ def test_a_long_prompt_is_divided_into_micro_batches(family, options, padded, ch
 def test_resident_layers_alternate_for_a_long_prompt(family, checkpoints, monkeypatch):
     monkeypatch.setattr(devices, "MIN_MICRO_BATCH_FLOPS", 1.0)
     loaded, spec, ranks = load(checkpoints(family), devices=2, engine="resident", batch_size=BATCH)
-    layers, parts = loaded.close.__self__, []
+    layers, parts = installed(loaded, LayerDevices), []
     assert list(layers.layer_devices) == [0, 1, 0]
     decoder_layers(loaded.model)[1][1].register_forward_hook(lambda *_: parts.append(len(layers.micro_batches)))
     found = generate(loaded, spec, ranks)
@@ -329,7 +330,7 @@ def test_a_pass_that_cannot_be_divided_is_computed_as_a_whole(engine, family, ch
     folder, ids = checkpoints(family), random_ids(0, 4, PROMPT, VOCAB)
     options = dict(cpu_compute="off", ring_depth=5) if engine == "stream" else dict(engine=engine)
     loaded, spec, _ = load(folder, devices=2, batch_size=4, **options)
-    layers = prefetcher_of(loaded).layers if engine == "stream" else loaded.close.__self__
+    layers = installed(loaded).layers if engine == "stream" else installed(loaded, LayerDevices)
     cache = DeviceKVCache(spec.config, PROMPT)
     expected, parts = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
     layers_of_model = decoder_layers(loaded.model)[1]
@@ -381,7 +382,7 @@ def test_the_pass_after_one_that_failed_is_right(checkpoints, monkeypatch):
             with pytest.raises(ValueError, match="this pass fails"):
                 loaded.model(ids.to(loaded.device), use_cache=False)
             hook.remove()
-            layers = prefetcher_of(loaded).layers
+            layers = installed(loaded).layers
             assert (layers.inputs, layers.sent, layers.arrived) == (((), {}), None, []), "its memory is free"
             found = loaded.model(ids.to(loaded.device), use_cache=False).logits.cpu()
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)

@@ -12,7 +12,7 @@ from conftest import FAMILIES, VOCAB, build_model, plain_ids
 from test_families import with_stream_weights
 from test_split import split_of
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
-from test_stream_cpu import prefetcher_of
+from test_stream_cpu import installed
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -147,7 +147,7 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
     for at_once in (experts.num_experts, experts_at_once):
         monkeypatch.setattr(layout, "EXPERT_GROUP_BYTES", at_once * one + one // 2)
         loaded, spec, ranks = load(folder, cpu_compute="off", ring_depth=2, quant_bits=4, quant_group_size=32)
-        prefetcher = prefetcher_of(loaded)
+        prefetcher = installed(loaded)
         quantized = [stored for each in prefetcher.blocks for stored in each.layout.parameters if stored.packed]
         assert {each.expert_group for each in quantized} == {0, at_once}
         others = [each.plain.nbytes for each in quantized if not each.expert_group]
@@ -202,7 +202,7 @@ def test_products_of_all_positions_are_not_left_to_the_cpu(mixtures):
     folder, expected = mixtures("deepseek_v3")
     loaded, spec, ranks = load(folder, cpu_compute="1")
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
-    prefetcher = prefetcher_of(loaded)
+    prefetcher = installed(loaded)
     restores = [name for name, _ in loaded.model.named_modules() if name.endswith("kv_b_proj")]
     assert restores, "the test is about this module"
     seen: list[int] = []
@@ -227,7 +227,7 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
         module = loaded.model.get_submodule(name)
         module.register_forward_pre_hook(lambda _, args: chosen.append(set(args[1].flatten().tolist())))
     found = generate(loaded, spec, ranks, loops=1)
-    rows = BATCH * prefetcher_of(loaded).placement.embedding_row_bytes  # of the embedding
+    rows = BATCH * installed(loaded).placement.embedding_row_bytes  # of the embedding
     loaded.close()
     others = results = 0
     for name, p in model.get_submodule("model.layers").named_parameters():

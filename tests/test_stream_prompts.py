@@ -10,7 +10,7 @@ from conftest import ROOT, VOCAB, plain_ids
 from test_expert_cache import FORMS, cache_of, cached, fetching  # noqa: F401  (fixtures)
 from test_machine import planned
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
-from test_stream_cpu import prefetcher_of
+from test_stream_cpu import installed
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from transformers import AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ def short(monkeypatch):
 
 def kinds_of(loaded) -> list[PassKind]:
     """Return a list that gets the kind of each pass from now on."""
-    prefetcher, found = prefetcher_of(loaded), []
+    prefetcher, found = installed(loaded), []
     begin = prefetcher.begin_pass
 
     def noted(tokens: int) -> None:
@@ -82,7 +82,7 @@ def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures
     for share, of_steps in ((0.4, "1"), (1.0, "0.5")):
         short(share, TOKENS)
         loaded, spec, ranks = load(folder, cpu_compute=of_steps, **FORMS[bits])
-        placement, kinds = prefetcher_of(loaded).placement, kinds_of(loaded)
+        placement, kinds = installed(loaded).placement, kinds_of(loaded)
         assert set() < placement.prompt_cpu_computed <= set(placement.expert_blocks)
         assert torch.equal(generate(loaded, spec, ranks, loops=3).output_ids, expected), share
         assert kinds.count(PassKind.SHORT_PROMPT) == 2
@@ -113,7 +113,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, c
     if kind is PassKind.SHORT_PROMPT:
         short(1.0, TOKENS)
     loaded, spec, ranks = cached("qwen3_moe", 3, decode_graph="on")
-    prefetcher, inside, waits = prefetcher_of(loaded), [False], []
+    prefetcher, inside, waits = installed(loaded), [False], []
     prefetcher.cpu.decode_rows = 0  # as a plan for one sequence would have it of two
     outside, own = prefetcher.outside_graphs, ExpertCache.await_gathering
 
@@ -139,7 +139,7 @@ def test_passes_of_all_kinds_in_any_order_fetch_what_they_need_and_no_more(depth
     short(0.4, 12)
     folder = checkpoints("llama")
     loaded, _, ranks = load(folder, cpu_compute="0.7", ring_depth=depth)
-    prefetcher, placement = prefetcher_of(loaded), prefetcher_of(loaded).placement
+    prefetcher, placement = installed(loaded), installed(loaded).placement
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     lengths = {"f": 1, "p": 6, "m": 7}
     assert placement.prompt_cpu_computed and placement.prompt_cpu_computed != placement.cpu_computed
@@ -169,7 +169,7 @@ def test_the_ring_follows_a_prompt_with_what_came_behind_the_last_one(checkpoint
     """Generations of one kind fetch no block that is not used: after a prompt come those of a step."""
     short(0.4, TOKENS)
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.7", ring_depth=2)
-    prefetcher, called = prefetcher_of(loaded), []
+    prefetcher, called = installed(loaded), []
     begin_pass = prefetcher.rings[0].begin_pass
     prefetcher.rings[0].begin_pass = lambda *orders: called.append(tuple(map(list, orders))) or begin_pass(*orders)
     generate(loaded, spec, ranks, loops=1)
@@ -197,7 +197,7 @@ def test_a_model_of_the_api_takes_prompts_of_all_lengths(graph, checkpoints, sho
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"engine": "stream", "dtype": "float32", "gpu_memory": 0, "cpu_compute": "0.5", "decode_graph": graph}
     with zero_inference.load(folder, batch_size=1, **options) as model:
-        prefetcher = prefetcher_of(model._state.loaded)
+        prefetcher = installed(model._state.loaded)
         kinds = kinds_of(model._state.loaded)
         for length in (5, 3, 12, 8, 1, 9, 7, 2):
             ids = random_ids(length, 1, length, VOCAB)

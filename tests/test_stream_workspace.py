@@ -7,7 +7,7 @@ import torch
 from conftest import VOCAB, plain_ids
 from test_machine import planned
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cpu import prefetcher_of
+from test_stream_cpu import installed
 from test_stream_experts import a_model, ids_of_restored_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -36,7 +36,7 @@ def layouts_of(model: nn.Module, divided: bool) -> list[layout.BlockLayout]:
 def test_it_holds_the_largest_matrix(share, gpu_memory, checkpoints, always_plain):
     folder = checkpoints("llama")
     loaded, spec, ranks = load(folder, cpu_compute=share, gpu_memory=gpu_memory, **INT4)
-    prefetcher = prefetcher_of(loaded)
+    prefetcher = installed(loaded)
     assert prefetcher.workspaces[0].numel() == prefetcher.placement.workspace_bytes == 64 * 192 * 4
     assert loaded.facts["stream"]["workspace_bytes"] == 64 * 192 * 4
     plain: list[dict[str, int]] = []
@@ -78,7 +78,7 @@ def test_what_the_model_may_read_itself_is_plain_for_its_block(mlp, own, share, 
     expected = ids_of_restored_weights(folder)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", mlp)
     loaded, spec, ranks = load(folder, cpu_compute=share, **INT4)
-    prefetcher = prefetcher_of(loaded)
+    prefetcher = installed(loaded)
     parameters = [stored for each in prefetcher.blocks for stored in each.layout.parameters if stored.packed]
     assert {stored.name.split(".")[-2] for stored in parameters if not stored.module_only} == {own}
     assert prefetcher.workspaces[0].numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
@@ -113,7 +113,7 @@ def test_a_weight_beside_child_modules_is_not_where_theirs_come(
     model.save_pretrained(tmp_path)
     expected = ids_of_restored_weights(tmp_path)
     loaded, spec, ranks = load(tmp_path, cpu_compute=share, **INT4)
-    assert prefetcher_of(loaded).workspaces[0].numel() == (64 + 192) * 64 * 4
+    assert installed(loaded).workspaces[0].numel() == (64 + 192) * 64 * 4
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
     loaded.close()
 
@@ -136,7 +136,7 @@ def test_a_module_that_is_not_known_has_all_its_weights_plain_in_its_calls():
 
 def test_slots_are_held_until_their_block_ends(checkpoints, always_plain):
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="off", ring_depth=2, **INT4)
-    ring, held = prefetcher_of(loaded).rings[0], []
+    ring, held = installed(loaded).rings[0], []
     for layer in loaded.model.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda *_: held.append(bool(ring.held)))
     generate(loaded, spec, ranks, loops=1)
@@ -171,7 +171,7 @@ def viewed(monkeypatch) -> list[layout.TensorSpan]:
 def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family, bits, checkpoints, viewed):
     options = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     loaded, spec, ranks = load(checkpoints(family), ring_depth=DEPTH, cpu_compute="off", **options)
-    blocks = prefetcher_of(loaded).blocks
+    blocks = installed(loaded).blocks
     layouts = {id(block.layout): block.layout for block in blocks}.values()
     with torch.inference_mode():
         found = generate(loaded, spec, ranks, loops=3).output_ids

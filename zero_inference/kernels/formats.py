@@ -9,6 +9,7 @@ published formats are exact: they are computed in float32 in the order of the fo
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,20 +41,20 @@ CHUNK_NUMEL = 1 << 19  # elements dequantized at once, about 20 bytes each: fits
 CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
 
 
-def _numbers_by_byte(codes: Codes) -> Tensor:
+@functools.cache  # a step that is captured as a CUDA graph may not copy from ordinary host memory
+def _numbers_by_byte(codes: Codes, device: torch.device) -> Tensor:
     """Return the numbers of each byte of codes, float32 [256, codes in a byte]: a look-up is faster on a core than torch's conversions."""
     byte = torch.arange(256, dtype=torch.uint8)
     if codes.bits == 4:
         byte = torch.stack([byte & 15, byte >> 4], 1)
     if codes == Codes.E4M3:
-        return byte.view(torch.float8_e4m3fn).float()[:, None]
-    if codes == Codes.E2M1:
+        numbers = byte.view(torch.float8_e4m3fn).float()
+    elif codes == Codes.E2M1:
         positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-        return torch.tensor([*positive, *(-float(each) for each in positive)])[byte.long()]
-    return byte.float().view(256, -1)
-
-
-NUMBERS = {codes: _numbers_by_byte(codes) for codes in Codes}
+        numbers = torch.tensor([*positive, *(-float(each) for each in positive)])[byte.long()]
+    else:
+        numbers = byte.float()
+    return numbers.view(256, -1).to(device)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def dequantize_reference(weight: QuantizedWeight, out: Tensor) -> None:
     form, columns = weight.format, out.shape[-1]
     rows = out.view(-1, columns)
     codes = weight.codes.view(len(rows), -1)
-    numbers = NUMBERS[form.codes].to(out.device)
+    numbers = _numbers_by_byte(form.codes, out.device)
     groups = -(-columns // form.group_size) if form.group_size else 1
     of_chunk = (CUDA_CHUNK_NUMEL if out.is_cuda else CHUNK_NUMEL) // columns
     step = max(1, of_chunk // form.group_rows) * form.group_rows
