@@ -433,7 +433,7 @@ def test_a_model_that_waits_for_the_device(checkpoints):
 
 @pytest.mark.parametrize("frozen", ["cache_positions", "positions", "masks", "ids"])
 def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, monkeypatch):
-    fill, found_out = StepInputs.fill, max(cuda_graph.MAX_DIFFERENCE.values())
+    fill, found_out = StepInputs.fill, cuda_graph.MIXTURE_FACTOR * max(cuda_graph.MAX_DIFFERENCE.values())
 
     def fill_some(self, call):
         kept = self.masks.by_window if frozen == "masks" else getattr(self, frozen)
@@ -450,21 +450,12 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
     assert used.unused_because.startswith("a graph's results differ by") and used.difference > found_out
 
 
-@pytest.mark.parametrize("differing", [1, cuda_graph.COMPARED_STEPS])
-def test_a_graph_may_differ_in_some_steps_but_not_in_all(differing, checkpoints, monkeypatch):
-    compared, tensors = [], 1 + 2 * FAMILIES["llama"]["num_hidden_layers"]  # logits, keys and values
-
-    def difference(one, other):
-        compared.append(one)
-        return torch.tensor(0.5 if len(compared) <= differing * tensors else 0.001)
-
-    monkeypatch.setattr(cuda_graph, "_difference", difference)
-    used = used_with_right_ids(checkpoints("llama"))
-    if differing < cuda_graph.COMPARED_STEPS:
-        assert used.unused_because is None and round(used.difference, 3) == 0.001
-    else:
-        assert used.unused_because == "a graph's results differ by 5.0e-01"
-    assert len(compared) == tensors * min(differing + 1, cuda_graph.COMPARED_STEPS)
+@pytest.mark.parametrize("family, differs", [("llama", 0.02), ("mixtral", 0.018), ("mixtral", 0.022)])
+def test_rounding_may_change_more_in_a_mixture_whose_routers_choose_by_it(family, differs, checkpoints, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "_difference", lambda one, other: torch.tensor(differs))
+    used = used_with_right_ids(checkpoints(family))
+    allowed = family == "mixtral" and differs < 0.02  # 2 x 0.01 in float32
+    assert used.unused_because == (None if allowed else f"a graph's results differ by {differs:.1e}")
 
 
 def test_where_it_is_not_possible(checkpoints, tmp_path, monkeypatch):
