@@ -82,13 +82,11 @@ BIG_MODELS = {
         (48, "llama-3.1-70b-48gib-bs1", "H200", f"{ONE}/llama-3.1-70b/trials/04"),
         (48, "llama-3.1-70b-48gib-bs32", "H200", f"{MANY}/llama-3.1-70b/trials/02"),
     ],
-    "gpt-oss-120b (mixture)": [(24, "gpt-oss-120b-24gib-bs1", "", None)],
+    "gpt-oss-120b (mixture), MXFP4": [(24, "gpt-oss-120b-24gib", "H200", "h200-formats/third_host/gpt-oss-120b-24gib")],
     "Llama-3.1-405B": [(140, "llama-3.1-405b-140gib", "H200", "h200-kept/thirteenth_host/llama405b-int4-bs32-auto")],
 }
 # those of one sequence that README shows
-IN_README = (
-    "llama-2-13b-8gib-bs1 qwen3-30b-a3b-gpu2 mixtral-8x7b-24gib-bs1 llama-3.1-70b-24gib-bs1 gpt-oss-120b-24gib-bs1"
-).split()
+IN_README = ("llama-2-13b-8gib-bs1 qwen3-30b-a3b-gpu2 mixtral-8x7b-24gib-bs1 llama-3.1-70b-24gib-bs1").split()
 
 
 def main() -> None:

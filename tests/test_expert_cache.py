@@ -498,7 +498,7 @@ def test_as_many_choices_hit_as_text_gave():
     for path in sorted((ROOT / "benchmarks" / "results").glob("h*00-*/**/*.jsonl")):
         for record in read_records(path):
             slots, use = record.get("stream", {}).get("expert_slots"), record.get("experts")
-            if record["model"] == "gpt-oss-20b":  # 32 experts: 0.41 hit where 0.54 is expected (results/h100-formats)
+            if record["model"] == "gpt-oss-20b":  # repeated tokens choose 85% of the same experts (h100-formats)
                 continue
             if not slots or not use or record["prompt_len"] != 512 or record["gen_len"] < 32:
                 continue
