@@ -56,7 +56,7 @@ SHAPES = [(5120, 5120), (13824, 5120), (5120, 13824)]  # of a layer of Llama-2-1
 # Bits of Optional in csrc/cpu/product_layout.h.
 OPTIONAL = (
     "narrow fixed_vectors fixed_tiles packs two_inputs dequantized_tiles wide_tables four_input_tiles strip_prefetch "
-    "tiles split_tiles direct in_place prefetch_in_steps"
+    "tiles split_tiles direct in_place prefetch_in_steps e4m3_bfloat16"
 ).split()
 BIT = {name: 1 << index for index, name in enumerate(OPTIONAL)}
 TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT["split_tiles"]

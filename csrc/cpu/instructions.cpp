@@ -42,7 +42,8 @@ Instructions find_best() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !have_f16c()) return Instructions::portable;
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+                    __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+                    __builtin_cpu_supports("avx512vbmi");
   if (!wide) return Instructions::avx2;
   return have_tiles() ? Instructions::amx : Instructions::avx512;
 }

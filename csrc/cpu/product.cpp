@@ -37,6 +37,11 @@ bool fixed_in_vectors(const Matrix& matrix) {
   return has_integer_codes(matrix) && matrix.group >= least && (matrix.group & (matrix.group - 1)) == 0;
 }
 
+bool e4m3_in_bfloat16(const Matrix& matrix) {
+  return matrix.codes == Codes::e4m3 && matrix.dtype == Dtype::bfloat16 &&
+         (matrix.group % 64 == 0 || matrix.group >= matrix.columns);
+}
+
 // Whether codes can be dequantized to bfloat16, 32 columns at a time.
 bool in_strips(const Matrix& matrix) {
   const bool whole = matrix.group % 32 == 0 || (matrix.codes == Codes::e2m1 && matrix.group == 16);
@@ -66,6 +71,7 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
     if (fixed_in_tiles(matrix) && count > kRowsForFixedVectorsBesideTiles && !without(kFixedTiles)) return Form::fixed_tiles;
   }
   if (count <= kRowsForVectors && fixed_in_vectors(matrix) && !without(kFixedVectors)) return Form::fixed;
+  if (count <= kRowsForVectors && e4m3_in_bfloat16(matrix) && !without(kE4m3Bfloat16)) return Form::bfloat16;
   return Form::float32;
 }
 

@@ -52,13 +52,6 @@ struct NibblesFloat32 : PlainFloat32<kDtype> {
   }
 };
 
-// Marks E4M3: sums of a group are scaled, so values are not rounded to the model's dtype.
-struct E4m3Float32 {
-  static constexpr bool kGrouped = true, kScalesSums = true;
-  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kColumns;
-  static Group group(float scale, float) { return group_of<Codes::int8, Dtype::float32>(scale, 0); }
-};
-
 // Pointers of one call: kRowsHere rows of the weight, kCount rows of x.
 template <int kCount, int kRowsHere>
 struct Direct {
@@ -93,30 +86,37 @@ inline void multiply_direct(Direct<kCount, kRowsHere>& work, int64_t columns, co
   }
 }
 
-// Two vectors of E4M3 codes of each row, `at` columns from where x begins.
-template <int kCount, int kRowsHere>
-[[gnu::always_inline]] inline void add_e4m3(const Direct<kCount, kRowsHere>& work, const char* const* codes, int64_t at,
-                                            Vector (*sums)[kRowsHere]) {
+// E4M3: sums of a group are scaled, so values are not rounded to the model's dtype. A format adds products of kColumns codes.
+struct E4m3Float32 {
+  static constexpr bool kGrouped = true, kScalesSums = true;
+  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kColumns;
+  static Group group(float scale, float) { return group_of<Codes::int8, Dtype::float32>(scale, 0); }
+
+  // `at` columns from where x begins.
+  template <int kCount, int kRowsHere>
+  [[gnu::always_inline]] static inline void add(const Direct<kCount, kRowsHere>& work, const char* const* codes, int64_t at,
+                                                Vector (*sums)[kRowsHere]) {
 #pragma GCC unroll 4
-  for (int r = 0; r < kRowsHere; ++r) {
-    Vector weights[2];
-    dequantize_e4m3(reinterpret_cast<const uint8_t*>(codes[r]), weights[0], weights[1]);
+    for (int r = 0; r < kRowsHere; ++r) {
+      Vector weights[2];
+      dequantize_e4m3(reinterpret_cast<const uint8_t*>(codes[r]), weights[0], weights[1]);
 #pragma GCC unroll 4
-    for (int m = 0; m < kCount; ++m) {
+      for (int m = 0; m < kCount; ++m) {
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const Vector x = load(reinterpret_cast<const float*>(work.x[m]) + at + v * kLanes);
-        sums[m][r] = multiply_add(weights[v], x, sums[m][r]);
+        for (int v = 0; v < 2; ++v) {
+          const Vector x = load(reinterpret_cast<const float*>(work.x[m]) + at + v * kLanes);
+          sums[m][r] = multiply_add(weights[v], x, sums[m][r]);
+        }
       }
     }
   }
-}
+};
 
-// Columns [first, end) of one group; of a row's last one they may end within a vector.
-template <int kCount, int kRowsHere>
-[[gnu::always_inline]] inline void multiply_e4m3(Direct<kCount, kRowsHere>& work, int64_t first, int64_t end,
-                                                 const Group* groups) {
-  constexpr int64_t kColumns = E4m3Float32::kColumns;
+// Columns [first, end) of one group; of a row's last one they may end within kColumns.
+template <class Format, int kCount, int kRowsHere>
+[[gnu::always_inline]] inline void add_scaled_sums(Direct<kCount, kRowsHere>& work, int64_t first, int64_t end,
+                                                   const Group* groups) {
+  constexpr int64_t kColumns = Format::kColumns;
   Vector sums[kCount][kRowsHere];
 #pragma GCC unroll 16
   for (int i = 0; i < kCount * kRowsHere; ++i) sums[i / kRowsHere][i % kRowsHere] = zero();
@@ -128,7 +128,7 @@ template <int kCount, int kRowsHere>
       codes[r] = work.values[r] + i;
       prefetch(codes[r] + work.ahead[r]);
     }
-    add_e4m3<kCount, kRowsHere>(work, codes, i, sums);
+    Format::template add<kCount, kRowsHere>(work, codes, i, sums);
   }
   if (i < end) {
     char tails[kRowsHere][kColumns] = {};
@@ -136,7 +136,7 @@ template <int kCount, int kRowsHere>
       __builtin_memcpy(tails[r], work.values[r] + i, static_cast<size_t>(end - i));
       codes[r] = tails[r];
     }
-    add_e4m3<kCount, kRowsHere>(work, codes, i, sums);
+    Format::template add<kCount, kRowsHere>(work, codes, i, sums);
   }
 #pragma GCC unroll 16
   for (int j = 0; j < kCount * kRowsHere; ++j) {
@@ -159,7 +159,7 @@ inline void direct_groups(const Matrix& matrix, const int64_t* rows, Direct<kCou
 #pragma GCC unroll 4
       for (int r = 0; r < kRowsHere; ++r) groups[r] = Format::group(scales[r].scale[index], scales[r].minimum[index]);
       if constexpr (Format::kScalesSums) {
-        multiply_e4m3<kCount, kRowsHere>(work, k + i, k + i + some, groups);
+        add_scaled_sums<Format, kCount, kRowsHere>(work, k + i, k + i + some, groups);
       } else {
         multiply_direct<Format>(work, some, groups);
       }

@@ -10,9 +10,10 @@
 namespace zero_inference::cpu {
 
 enum class Form : int32_t {
-  float32,  // [count][columns]; products in float32
-  fixed,    // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h, _narrow.h)
-  tiles,    // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
+  float32,   // [count][columns]; products in float32
+  bfloat16,  // [count][columns] in the order of product_e4m3.h
+  fixed,     // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h, _narrow.h)
+  tiles,     // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
   split_tiles,       // likewise, and each value in two bfloat16 terms
   fixed_tiles,       // tiles of fixed-point numbers, their steps, and sums over x groups (product_fixed_tiles.h)
   dequantized_tiles  // tiles, and 4 bits in the order of nibbles; products with codes that are dequantized strip by strip
@@ -35,6 +36,7 @@ enum Optional : uint32_t {
   kDirect = 1 << 11,           // from registers (product_direct.h)
   kInPlace = 1 << 12,          // more than 4 rows of x without a panel (product_panel.h)
   kPrefetchInSteps = 1 << 13,  // product_panel.h
+  kE4m3Bfloat16 = 1 << 14,     // product_e4m3.h
 };
 
 #if defined(ZERO_INFERENCE_MEASURE_FORMS)
