@@ -36,10 +36,11 @@ MORE = {
 MORE["qwen3_moe"] = dict(
     model_type="qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **SMALL
 )
+MORE["gpt_oss"] = dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, **SMALL)
 MORE["gpt_neox in sequence"] = dict(FAMILIES["gpt_neox"], use_parallel_residual=False)
 # norms of three layers and the last one; of most families three decoder layers have addition and norm in one kernel
 NORMS = dict.fromkeys(
-    ("gpt_neox", "gpt_neox in sequence", "llama", "mistral", "mixtral", "qwen2", "smollm3", "gemma"), 7
+    ("gpt_neox", "gpt_neox in sequence", "llama", "mistral", "mixtral", "qwen2", "smollm3", "gemma", "gpt_oss"), 7
 )
 NORMS |= {"opt": 7, "bloom": 8, "qwen3": 13, "qwen3_moe": 13, "gemma2": 13, "gemma3_text": 19}
 IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))

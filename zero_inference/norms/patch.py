@@ -5,7 +5,7 @@ parameters, the stream engine still moves whole layers, and `unpatch_norms` rest
 before a norm, its forward is rewritten to pass both to the norm, which does both in one kernel.
 
 Roundings are those of each family, so greedy tokens stay equal: Llama rounds the normalized value before it multiplies with the weight,
-Gemma (whose weights are stored less 1) and layer norm round once at the end.
+T5, Gemma (whose weights are stored less 1) and layer norm round once at the end.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Family:
 
 LAYER_NORM = Norm(is_layer_norm=True)
 LLAMA = Norm(eps_attribute="variance_epsilon", round_first=True)
+T5 = Norm(eps_attribute="variance_epsilon")
 GEMMA = Norm(weight_offset=1.0)
 
 
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family({"LayerNorm": LAYER_NORM}, "GPTNeoXLayer", "post_attention_layernorm"),
     **{name.lower(): _like_llama(name) for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "SmolLM3")},
     "qwen3_moe": _like_llama("Qwen3Moe"),
+    "gpt_oss": Family({"GptOssRMSNorm": T5}, "GptOssDecoderLayer", "post_attention_layernorm"),
     "gemma": Family({"GemmaRMSNorm": GEMMA}, "GemmaDecoderLayer", "post_attention_layernorm"),
     "gemma2": Family({"Gemma2RMSNorm": GEMMA}, "Gemma2DecoderLayer", "pre_feedforward_layernorm"),
     "gemma3_text": Family({"Gemma3RMSNorm": GEMMA}, "Gemma3DecoderLayer", "pre_feedforward_layernorm"),
