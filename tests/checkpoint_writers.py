@@ -106,7 +106,9 @@ def in_words(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def gptq(bits: int, group_size: int | None, version: str = "gptq", desc_act: bool = False) -> Format:
+def gptq(
+    bits: int, group_size: int | None, version: str = "gptq", desc_act: bool = False, symmetric: bool = False
+) -> Format:
     def write(key: str, values: Tensor) -> Written:
         rows, columns = values.shape
         size = columns if group_size in (None, -1) else group_size
@@ -120,8 +122,11 @@ def gptq(bits: int, group_size: int | None, version: str = "gptq", desc_act: boo
         for group in range(columns // size):
             mine = group_of == group
             low, high = values[:, mine].amin(1).clamp(max=0), values[:, mine].amax(1).clamp(min=0)
+            if symmetric:
+                high = torch.maximum(high, -low)
+                low = -high
             scales[group] = ((high - low) / most).half().float()
-            zeros[group] = (-low / scales[group]).round().clamp(0, most)
+            zeros[group] = 2 ** (bits - 1) if symmetric else (-low / scales[group]).round().clamp(0, most)
             codes[:, mine] = (
                 (values[:, mine] / scales[group, :, None] + zeros[group, :, None]).round().clamp(0, most).long()
             )
@@ -135,7 +140,12 @@ def gptq(bits: int, group_size: int | None, version: str = "gptq", desc_act: boo
         }, true
 
     config = dict(
-        quant_method="gptq", bits=bits, group_size=group_size, desc_act=desc_act, sym=False, checkpoint_format=version
+        quant_method="gptq",
+        bits=bits,
+        group_size=group_size,
+        desc_act=desc_act,
+        sym=symmetric,
+        checkpoint_format=version,
     )
     return Format(config, write)
 
@@ -222,6 +232,7 @@ FORMATS = {
     "ct-nvfp4": compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     "gptq-g32": gptq(4, 32),
     "gptq-v2-8bit": gptq(8, 64, "gptq_v2"),
+    "gptq-symmetric": gptq(8, 64, symmetric=True),
     "gptq-desc-act": gptq(4, 32, desc_act=True),
     "gptq-column": gptq(4, None),
     "awq-g64": awq(64),

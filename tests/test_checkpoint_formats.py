@@ -107,7 +107,8 @@ def test_values_are_those_of_the_writer_bit_for_bit(family, name, pair):
 
 def stored_bytes(folder) -> int:
     """Return the bytes of the tensors of a checkpoint that are weights."""
-    ignored = ("weight_shape", "g_idx", "input_scale")
+    symmetric = json.loads((folder / "config.json").read_text())["quantization_config"].get("sym")
+    ignored = ("weight_shape", "g_idx", "input_scale", *(["qzeros"] if symmetric else []))
     tensors = load_file(folder / "model.safetensors")
     return sum(tensor.nbytes for key, tensor in tensors.items() if not key.endswith(ignored))
 
@@ -289,6 +290,7 @@ DAMAGES = {
     ("ct-mxfp4", "weight_scale", torch.ones(128, 6)): ["weight_scale is F32", "U8"],
     ("gptq-g32", "g_idx", torch.zeros(192, dtype=torch.int32)): ["g_idx", "32 columns"],
     ("gptq-g32", "scales", torch.ones(7, 128)): ["scales", "[6, 128]"],
+    ("gptq-symmetric", "qzeros", torch.zeros(3, 32, dtype=torch.int32)): ["other than 128", "sym is true"],
     ("awq-g64", "qzeros", torch.zeros(3, 15, dtype=torch.int32)): ["qzeros", "[3, 16]"],
     ("modelopt-nvfp4", "weight_scale_2", None): ["weight_scale_2 is missing"],
     ("modelopt-fp8", "weight_scale", torch.ones(3)): ["weight_scale", "[3]"],

@@ -3,7 +3,7 @@
 GPTQ (`quant_method: gptq`; bits b of 4 or 8)
     W.qweight  int32 [K * b / 32, N]: 32 / b consecutive k in a word, the first in the lowest bits
     W.qzeros   int32 [K / group, N * b / 32]: consecutive n in a word; one less than the zero point, modulo 2^b, unless
-               `checkpoint_format: gptq_v2`
+               `checkpoint_format: gptq_v2`; with `sym` all zero points are 2^(b - 1), and are not kept
     W.scales   float16 [K / group, N]
     W.g_idx    int32 [K]: the group of each k; with `desc_act` they are not in order
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
 from zero_inference.models.checkpoint_formats.base import (
     FLOATS,
@@ -49,6 +50,7 @@ PARTS = {".qweight": "codes", ".qzeros": "zero_points", ".scales": "scales", ".g
 @dataclass(frozen=True)
 class Gptq(CheckpointFormat):
     zero_point_offset: int = 1
+    symmetric: bool = False  # sym
     reorders: bool = False  # desc_act
 
     @classmethod
@@ -76,11 +78,16 @@ class Gptq(CheckpointFormat):
             bits=bits,
             group_size=config.get("group_size") or -1,
             zero_point_offset=offset,
+            symmetric=config.get("sym") is True,
             reorders=bool(config.get("desc_act")) and config.get("group_size") not in (None, -1),
         )
 
     def format_of(self, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> WeightFormat | None:
-        return None if self.reorders else integer_format(self.bits, self.group_size, shape, torch.float16, True)
+        return (
+            None
+            if self.reorders
+            else integer_format(self.bits, self.group_size, shape, torch.float16, not self.symmetric)
+        )
 
     def weight(self, parts: Parts) -> StoredWeight:
         in_word = 32 // self.bits
@@ -90,16 +97,21 @@ class Gptq(CheckpointFormat):
         groups = columns // size
         scales = parts.take("scales", FLOATS, (groups, rows))
         zero_points = parts.take("zero_points", WORDS, (groups, -(-rows // in_word)))
-        form = WeightFormat(
-            Codes.INT4 if self.bits == 4 else Codes.INT8, size, 1, float_dtype(scales.tensor), zero_points=True
-        )
+        kind = Codes.INT4 if self.bits == 4 else Codes.INT8
+        form = WeightFormat(kind, size, 1, float_dtype(scales.tensor), zero_points=not self.symmetric)
         order = column_order(parts, columns, size) if "groups" in parts else None
 
         def read() -> QuantizedWeight:
             packed = codes().t().contiguous().view(torch.uint8)  # the bytes of a word are consecutive k, as in our rows
             packed = packed if order is None else take_columns(packed, order, self.bits)
             zeros = unpack(zero_points(), self.bits)[:, :rows] + self.zero_point_offset & 2**self.bits - 1
-            return QuantizedWeight(form, packed, scales().t().contiguous(), zeros.t().contiguous())
+            if self.symmetric and bool((zeros != kind.center).any()):
+                raise RunError(
+                    f"{parts.folder}: {parts.keys['zero_points']} has zero points other than {kind.center}, but sym is true in "
+                    "config.json; set it to false."
+                )
+            offsets = None if self.symmetric else zeros.t().contiguous()
+            return QuantizedWeight(form, packed, scales().t().contiguous(), offsets)
 
         return StoredWeight((rows, columns), form, read, column_order=order)
 
