@@ -188,12 +188,13 @@ def test_prompts_with_sinks_on_a_gpu(mask, dtype):
 def test_a_family_with_sinks_attends_by_it_until_it_is_closed(queries):
     """gpt-oss's own function gives the same; a call without sinks stays with it."""
     case = Case(2, 8, 2, queries, 20, (16, 16), torch.float32, sinks=True)
-    module = torch.nn.Module()
-    module.num_key_value_groups, module.sinks = 4, case.sinks
     before = modeling_gpt_oss.eager_attention_forward
-    model = GptOssAttention(GptOssConfig(num_hidden_layers=1, hidden_size=64, attn_implementation="eager"), 0)
+    config = GptOssConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    config._attn_implementation = "eager"
+    model, other = GptOssAttention(config, 0), GptOssAttention(config, 0)
+    model.sinks = other.sinks = torch.nn.Parameter(case.sinks, requires_grad=False)
 
-    def call(**more):
+    def call(module=model, **more):
         states = case.query, case.key, case.value, case.mask
         return modeling_gpt_oss.eager_attention_forward(module, *states, scaling=case.scale, **more)
 
@@ -203,6 +204,10 @@ def test_a_family_with_sinks_attends_by_it_until_it_is_closed(queries):
         found, weights = call(s_aux=case.sinks)
         torch.testing.assert_close(found, expected)
         assert weights is None and call()[1] is not None
+        assert call(other, s_aux=case.sinks)[1] is not None, "a module of another model"
+        config.output_attentions = True
+        assert call(s_aux=case.sinks)[1] is not None
+        config.output_attentions = False
     with torch.no_grad(), decode_attention.using_prompt_attention(model):
         assert (call(s_aux=case.sinks)[1] is None) == (queries > 1), "a step is the family's own"
     assert modeling_gpt_oss.eager_attention_forward is before

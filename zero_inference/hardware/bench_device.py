@@ -388,7 +388,7 @@ def _step_without_products(layers: int, device: torch.device) -> tuple[int, floa
     model(input_ids=ids, past_key_values=cache)  # allocates the cache
 
     def step() -> None:
-        with cache.writing_at({position.device: position}), using_decode_attention():
+        with cache.writing_at({position.device: position}), using_decode_attention(model):
             model(input_ids=ids, position_ids=ids, attention_mask=mask, past_key_values=cache)
 
     action: Callable[[], object] = step

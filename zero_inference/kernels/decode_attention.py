@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from zero_inference.utils.patching import Patches, SharedPatch
 
 # arguments of attention functions that neither the kernel nor the products below support
 UNSUPPORTED_ARGUMENTS = ("position_bias", "softcap", "cache")
-EAGER = "eager_attention_forward"  # the function of a family's file that transformers calls for attention "eager"
+EAGER_FUNCTION = "eager_attention_forward"  # of a family's file; transformers calls it for attention "eager"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_QUERIES = 8  # of a sequence; keys and values are read once for 16 queries of heads that share them
 HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
@@ -44,48 +45,62 @@ class _DecodeAttention(SharedPatch):
         return attend(self.before, *args, **options)
 
 
-class _SinkAttention(SharedPatch):
-    """Replaces the calls of a family's `EAGER` that name sinks: in other files it may compute something else than attention."""
+class SinkAttention(SharedPatch):
+    """Replaces a family's `EAGER_FUNCTION` where the modules of some models call it with sinks."""
 
-    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Any]:
-        return attend(self.before, *args, **options) if "s_aux" in options else self.before(*args, **options)
+    def __init__(self, before: Callable[..., Any]):
+        super().__init__(before)
+        self.modules: WeakSet[torch.nn.Module] = WeakSet()
+
+    def __call__(self, module: torch.nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        # in other files a function of this name may compute something else than attention
+        call = self.attend if module in self.modules and "s_aux" in options else self.before
+        return call(module, *args, **options)
+
+    def attend(self, module: torch.nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        return attend(self.before, module, *args, **options)
 
 
-class _PromptAttention(_SinkAttention):
-    """The same, but of several queries. So the steps that a graph is verified with are computed by the family's own function."""
+class _PromptAttention(SinkAttention):
+    """Uses `attend` for several queries; steps of one query keep the family's function, with which graphs are verified."""
 
-    def __call__(self, module: torch.nn.Module, query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:
-        call = self.before if query.shape[2] == 1 else super().__call__
+    def attend(self, module: torch.nn.Module, query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        call = self.before if query.shape[2] == 1 else super().attend
         return call(module, query, *args, **options)
 
 
-class _StepAttention(_SinkAttention):
-    pass
+class _StepAttention(SinkAttention):
+    """A class of its own, since `share_item` shares by class."""
 
 
-def using_decode_attention(model: torch.nn.Module | None = None) -> Patches:
+def using_decode_attention(model: torch.nn.Module) -> Patches:
     """Let models with attention "sdpa", and `model` if it has sinks, use `attend` until the result is closed."""
     patches = Patches()
     patches.share_item(ALL_ATTENTION_FUNCTIONS, "sdpa", _DecodeAttention)
-    for file in [] if model is None else eager_files(model):
-        patches.share_item(vars(file), EAGER, _StepAttention)
+    replace_eager(patches, model, _StepAttention)
     return patches
 
 
 def using_prompt_attention(model: torch.nn.Module) -> Patches:
     """Let `model`, if it has sinks, use `attend` for several queries until the result is closed."""
     patches = Patches()
-    for file in eager_files(model):
-        patches.share_item(vars(file), EAGER, _PromptAttention)
+    replace_eager(patches, model, _PromptAttention)
     return patches
 
 
-def eager_files(model: torch.nn.Module) -> list[Any]:
-    """Return the Python modules whose `EAGER` the modules of `model` call; none if it attends by another function."""
-    if attention_of(model) != "eager":
-        return []
-    files = [sys.modules[name] for name in dict.fromkeys(type(module).__module__ for module in model.modules())]
-    return [file for file in files if callable(vars(file).get(EAGER))]
+Sinks = TypeVar("Sinks", bound=SinkAttention)
+
+
+def replace_eager(patches: Patches, model: torch.nn.Module, kind: type[Sinks]) -> list[Sinks]:
+    """Replace the functions that `model` calls for attention "eager" by `kind`; none if it attends by another one."""
+    found = []
+    if attention_of(model) == "eager":
+        names = dict.fromkeys(type(module).__module__ for module in model.modules())
+        for file in filter(None, map(sys.modules.get, names)):  # a generated class may have no file
+            if callable(vars(file).get(EAGER_FUNCTION)):
+                found.append(patches.share_item(vars(file), EAGER_FUNCTION, kind))
+                found[-1].modules.update(model.modules())
+    return found
 
 
 def attention_of(model: Any) -> str | None:
@@ -120,7 +135,10 @@ def attend(
     one_mask = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
     scale = width**-0.5 if scaling is None else scaling
     supported = not any(more.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
-    if dropout or more.get("output_attentions") or not supported or not isinstance(scale, int | float):
+    returns_weights = more.get("output_attentions") or getattr(
+        getattr(module, "config", None), "output_attentions", False
+    )
+    if dropout or returns_weights or not supported or not isinstance(scale, int | float):
         pass
     elif attention_mask is not None and _has_kernel(query, key, value, attention_mask, s_aux):
         return torch.ops.zero_inference.decode_attention(query, key, value, attention_mask, scale, s_aux), None
@@ -165,7 +183,8 @@ def _has_log_sum_exp(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, si
     """Return whether the PyTorch kernels of `_attend_with_sinks` apply."""
     return (
         query.device.type in ("cpu", "cuda", "meta")
-        and fits_operator(query, key, value, mask, sinks)
+        and fits_operator(query, key, value, mask)
+        and (sinks.shape, sinks.device) == (query.shape[1:2], query.device)
         and value.shape[3] == query.shape[3]
         and not _needs_gradient(query, key, value, sinks)
     )

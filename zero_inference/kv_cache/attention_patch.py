@@ -11,9 +11,10 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cpu.attention import LogitOptions, attention_reference
-from zero_inference.kernels.decode_attention import EAGER, attend, attention_of, eager_files
+from zero_inference.kernels.decode_attention import SinkAttention, attend, attention_of, replace_eager
 from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, CpuAttentionLayer, UnsupportedAttention
 from zero_inference.kv_cache.device import DeviceKVCache, StepMasks, supports_preallocated, windows_of_layers
 from zero_inference.models.empty_model import cache_class, new_cache
@@ -35,7 +36,7 @@ from zero_inference.utils.timing import Transfers
 
 FUNCTIONS = ("sdpa", "eager")  # other implementations have masks of another kind
 TRIAL_PROMPT, TRIAL_LENGTH = 6, 8  # tokens of a sequence, those of the decode steps included
-TRIAL_WINDOW = 3  # sliding window
+TRIAL_WINDOW = 5  # sliding window: a step sees some of the padding in it
 SMALL_ELEMENTS = 1 << 16  # parameters up to this size get random numbers in a trial
 
 
@@ -101,42 +102,47 @@ def takes_step_masks(model: PreTrainedModel) -> bool:
 
     If its attention is "eager", `attend` computes all of it. The model has no weights yet; a trial decides.
     """
-    replaced = _TrialAttention()
     try:
-        own, ours = _windowed_steps(model, False), _windowed_steps(model, True, replaced)
+        own, ours = _windowed_steps(model, False), _windowed_steps(model, True, masked=True)
     except Exception:  # whatever the model's own code raises
         return False
-    return (attention_of(model) == "sdpa" or replaced.calls > 0) and _same_steps(own, ours)
+    return _same_steps(own, ours)
 
 
-class _TrialAttention:
-    """Calls `attend` for the modules of one model, and raises where that would leave a call to the model's own function."""
+class _TrialAttention(SinkAttention):
+    """Calls `attend`, and raises where that would leave a call to the model's own function."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, before: Callable[..., Any]):
+        super().__init__(before)
+        self.called: WeakSet[torch.nn.Module] = WeakSet()
 
-    def use(self, model: PreTrainedModel) -> Patches:
-        patches, modules = Patches(), set(model.modules())
-        for file in eager_files(model):
-            patches.set_attr(file, EAGER, partial(self._call, vars(file)[EAGER], modules))
-        return patches
-
-    def _call(self, before: Callable, modules: set, module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        if module not in modules:  # of another thread
-            return before(module, *args, **options)
+    def __call__(self, module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        if module not in self.modules:
+            return self.before(module, *args, **options)
         if "s_aux" not in options:
             raise UnsupportedAttention(f"{type(module).__name__} has no sinks")
-        self.calls += 1
-        return attend(before if options["s_aux"] is None else self._refuse, module, *args, **options)
-
-    def _refuse(self, module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        raise UnsupportedAttention(f"{type(module).__name__} passes other arguments")
+        self.called.add(module)
+        return attend(self.before if options["s_aux"] is None else _refuse, module, *args, **options)
 
 
-def _windowed_steps(
-    model: PreTrainedModel, preallocated: bool, masked_by: _TrialAttention | None = None
-) -> list[Tensor]:
-    """Return the results of `_trial_steps` of a copy with short windows; with `masked_by`, steps get `StepMasks` and attend by it."""
+def _refuse(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    raise UnsupportedAttention(f"{type(module).__name__} passes other arguments")
+
+
+@contextmanager
+def _trial_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let `model`, if its attention is "eager", attend by `attend` alone; raises UnsupportedAttention where it does not."""
+    with Patches() as patches:
+        patched = replace_eager(patches, model, _TrialAttention)
+        yield
+        if attention_of(model) == "eager" and not any(
+            each in patch.called for patch in patched for each in model.modules()
+        ):
+            raise UnsupportedAttention("it has an attention function of another name")
+
+
+def _windowed_steps(model: PreTrainedModel, preallocated: bool, masked: bool = False) -> list[Tensor]:
+    """Return the results of `_trial_steps` of a copy with short windows."""
     copied, begin_pass = _small_copy(model)
     text = copied.config.get_text_config(decoder=True)
     for name in ("sliding_window", "attention_chunk_size"):
@@ -145,8 +151,8 @@ def _windowed_steps(
     cache = (
         DeviceKVCache(copied.config, TRIAL_LENGTH) if preallocated else new_cache(copied.config, cache_class(copied))
     )
-    with nullcontext() if masked_by is None else masked_by.use(copied):
-        return list(_trial_steps(copied, begin_pass, cache, masked_by is not None))
+    with _trial_attention(copied) if masked else nullcontext():
+        return list(_trial_steps(copied, begin_pass, cache, masked))
 
 
 def _same_steps(own: Iterable[Tensor], ours: Iterable[Tensor]) -> bool:
@@ -168,15 +174,16 @@ def _trial_steps(
     ids = 1 + torch.arange(2 * TRIAL_LENGTH).reshape(2, TRIAL_LENGTH) % (vocabulary - 1)
     mask = torch.ones_like(ids)
     mask[0, : TRIAL_PROMPT // 2] = 0
+    windows = windows_of_layers(copied.config, TRIAL_LENGTH)
+    if masked and windows is None:
+        raise UnsupportedAttention("its layers see other positions than a mask can give")
     with torch.no_grad(), _RandomProducts() as products:
         for start, end in ((0, TRIAL_PROMPT), *((at, at + 1) for at in range(TRIAL_PROMPT, TRIAL_LENGTH))):
             begin_pass()
             products.inputs.clear()
             arguments: dict[str, Any] = dict(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, **last)
             if masked and start:
-                masks = StepMasks.like(
-                    ids, TRIAL_LENGTH, torch.float32, windows_of_layers(copied.config, TRIAL_LENGTH) or {}
-                )
+                masks = StepMasks.like(ids, TRIAL_LENGTH, torch.float32, windows)
                 masks.fill(start, mask[:, :end])
                 arguments |= dict(attention_mask=masks.argument, position_ids=torch.full((2, 1), start))
                 with cache.writing_at({ids.device: torch.tensor([start])}):

@@ -76,9 +76,9 @@ def _why_not_replaceable(own: Cache) -> str | None:
 
 
 def windows_of_layers(config: Any, length: int) -> dict[str, int] | None:
-    """Return by the kind of a decoder layer the last positions that a token sees of `length`, its own included; 0: all.
+    """Return kind of decoder layer -> sliding window in positions, with the token's own; 0 where it sees all of `length`.
 
-    None where a kind sees other positions, as chunks, or keeps no keys and values.
+    None if a kind sees other positions, as chunks, or keeps no keys and values.
     """
     text = config.get_text_config(decoder=True)
     window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
@@ -106,7 +106,7 @@ class StepMasks:
     """Masks of a decode step, added to attention scores, in tensors at fixed addresses.
 
     Attributes:
-        windows: as of `windows_of_layers`.
+        windows: kind of layer -> window in positions, 0: all.
         by_window: [B, 1, 1, positions of the cache] each, in the model's dtype.
     """
 

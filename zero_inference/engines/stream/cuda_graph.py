@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_inference.cpu.hand_off import CapturedCalls
 from zero_inference.engines.base import Job
+from zero_inference.engines.stream.devices import RECORDED
 from zero_inference.engines.stream.prefetch import BetweenGraphs, Prefetcher
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
@@ -45,13 +46,14 @@ REPLAYS = 3  # the first one takes longer
 # to 0.100 in bfloat16 (h100-readme, h200-x2-one-process), and was refused at 0.1.
 ROUNDED_LAYERS = 40
 # How much more a mixture may differ: where two experts are nearly equal, rounding decides which one a router chooses, and each such layer
-# adds several percent. gpt-oss-20b and gpt-oss-120b, with random weights in bfloat16, differ by 0.097 and by 0.10 to 0.14 (h200-formats);
-# a model of that form differs from itself in float32 by 0.3 to 0.4.
+# adds several percent. Steps of gpt-oss-20b and gpt-oss-120b, with random weights in bfloat16, differ by 0.097 and by 0.10 to 0.14
+# (h200-formats). The bfloat16 logits of a smaller model of that form differ from its float32 logits by 0.3 to 0.4.
 MIXTURE_FACTOR = 2
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
-NOT_REPLACED = "its attention is not PyTorch's"
+NOT_REPLACED = "its attention is its own, and not one with sinks"
 OTHER_MASKS = "its layers attend neither to all positions nor to a window that a mask can give"
+TRIAL_DIFFERS = "in a trial, steps with given masks gave other results than its own"
 REMEDIES = {  # by reason; "use --decode-graph off" for the others
     KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
     TRACED: "drop one of the two",
@@ -83,7 +85,7 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
     }
     reason = next((words for words, holds in reasons.items() if holds), None)
     if reason is None and not job.takes_step_masks:
-        reason = OTHER_MASKS if attention == "sdpa" else NOT_REPLACED
+        reason = TRIAL_DIFFERS if attention == "sdpa" else NOT_REPLACED
     if reason and config.decode_graph == "on":
         raise UsageError(f"--decode-graph on: {reason}; {REMEDIES.get(reason, 'use --decode-graph off')}.")
     return reason
@@ -98,10 +100,13 @@ class StepGraph:
 
     def __init__(self, job: Job, prefetcher: Prefetcher, report: Callable[[DecodeGraph], None]):
         self.dtype, self.always = job.spec.dtype, job.config.decode_graph == "on"  # even if it is slower
-        self.config, self.windows = job.spec.config, windows_of_layers(job.spec.config, job.length) or {}
+        self.config, self.length = job.spec.config, job.length
+        self.windows = windows_of_layers(self.config, self.length)
+        assert self.windows is not None, "why_no_graph checks it"
         layers = max(ROUNDED_LAYERS, prefetcher.placement.layers)
         self.max_difference = MAX_DIFFERENCE[self.dtype] * math.sqrt(layers / ROUNDED_LAYERS)
-        self.max_difference *= MIXTURE_FACTOR if job.spec.experts[0] else 1
+        if job.spec.experts[0] and self.dtype != torch.float32:
+            self.max_difference *= MIXTURE_FACTOR
         self.capture = capture_cuda_graphs if job.on_gpu else capture_calls
         self.prefetcher, self.report = prefetcher, report
         self.calls = None if prefetcher.cpu is None else prefetcher.cpu.calls
@@ -140,7 +145,8 @@ class StepGraph:
         return 1 if self.captured is not None else EAGER_STEPS + 2  # and one to capture, one to verify
 
     def _forward(self, *args: Any, **call: Any) -> Any:
-        if self.given_up or args or not is_decode_step(call):
+        recorded = any(getattr(self.model.config, name, False) for name in RECORDED)
+        if self.given_up or args or recorded or not is_decode_step(call):
             self.eager_steps = 0
             return self.original_forward(*args, **call)
         same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
@@ -165,7 +171,8 @@ class StepGraph:
 
     def _capture(self, call: dict[str, Any]) -> None:
         cache = call["past_key_values"]
-        if windows_of_layers(self.config, cache.max_length) != self.windows:  # no plan tried other masks
+        # a cache for more sequences than planned may be shorter, which needs no other masks
+        if windows_of_layers(self.config, max(self.length, cache.max_length)) != self.windows:
             self._give_up("the cache is longer than planned, and than a window")
             return
         inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype, self.windows, self.prefetcher.devices)
@@ -196,7 +203,7 @@ class StepGraph:
         return CausalLMOutputWithPast(logits=self.captured.output, past_key_values=cache)
 
     def _verify(self, call: dict[str, Any]) -> Any:
-        """Compute a step in three ways: by the graph, a few times; eagerly with the graph's mask, to compare results; and eagerly as usual.
+        """Compute a step in three ways: by the graph, a few times; eagerly with the graph's masks, to compare results; and eagerly as usual.
         The fastest of each kind counts. Return the output of the last one."""
         cache, position = call["past_key_values"], call["past_key_values"].get_seq_length()
         streams = [device.streams for device in self.prefetcher.timeline.devices]
