@@ -26,7 +26,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_inference.cpu.hand_off import CapturedCalls
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.devices import RECORDED
 from zero_inference.engines.stream.prefetch import BetweenGraphs, Prefetcher
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
@@ -145,7 +144,8 @@ class StepGraph:
         return 1 if self.captured is not None else EAGER_STEPS + 2  # and one to capture, one to verify
 
     def _forward(self, *args: Any, **call: Any) -> Any:
-        recorded = any(getattr(self.model.config, name, False) for name in RECORDED)
+        config = self.model.config
+        recorded = getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False)
         if self.given_up or args or recorded or not is_decode_step(call):
             self.eager_steps = 0
             return self.original_forward(*args, **call)
@@ -203,7 +203,7 @@ class StepGraph:
         return CausalLMOutputWithPast(logits=self.captured.output, past_key_values=cache)
 
     def _verify(self, call: dict[str, Any]) -> Any:
-        """Compute a step in three ways: by the graph, a few times; eagerly with the graph's masks, to compare results; and eagerly as usual.
+        """Compute a step in three ways: by the graph, a few times; eagerly with its masks, to compare results; and eagerly as usual.
         The fastest of each kind counts. Return the output of the last one."""
         cache, position = call["past_key_values"], call["past_key_values"].get_seq_length()
         streams = [device.streams for device in self.prefetcher.timeline.devices]
