@@ -14,7 +14,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 import draw_engines  # noqa: E402
 import tables  # noqa: E402
-from tables import last_record  # noqa: E402
+from tables import last_record, significant  # noqa: E402
 
 README, MEASURED, BIG_MODELS, KERNELS, PERFORMANCE = (
     (ROOT / name).read_text(encoding="utf-8")
@@ -120,6 +120,35 @@ def test_the_norm_rates_are_those_of_the_tables(case):
             assert cell == " / ".join(
                 f"{float(row[f'{provider} (GB/s)']):.0f}" for row in (largest["fwd"], largest["bwd"])
             )
+
+
+@pytest.mark.parametrize(
+    "host, case, peer",
+    [
+        ("first_host", "gpt-oss-20b-8gib", "llamacpp-gpt-oss-20b"),
+        ("second_host", "gpt-oss-120b-24gib", "llamacpp-gpt-oss-120b"),
+        ("second_host", "qwen3-235b-a22b-int4", None),
+    ],
+)
+def test_rows_of_published_checkpoints_are_those_of_the_records(host, case, peer):
+    folder = ROOT / "benchmarks" / "results" / "h200-formats" / host
+    record = last_record(folder / f"{case}.jsonl")
+    of_peer = ["", ""]
+    if peer:
+        rows = json.loads((folder / f"{peer}.json").read_text())["rows"]
+        prefill = max(row["prefill_tokens_per_s"].get("512", 0) for row in rows)
+        decode = max(row["tokens_per_s"] for row in rows)
+        of_peer = [f"{512 / prefill:.3f}", f"{decode:.1f}"]
+    cells = [
+        significant(record["peak_host_bytes"] / 2**30),
+        str(record["prompt_len"]),
+        significant(record["prefill_latency_s"]),
+        of_peer[0],
+        significant(record["decode_throughput"]),
+        of_peer[1],
+        f"{record['limit']['fraction_of_limit']:.1%}",
+    ]
+    assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in BIG_MODELS
 
 
 def test_no_record_names_a_path_of_the_machine_it_was_made_on():
