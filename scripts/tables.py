@@ -86,7 +86,7 @@ BIG_MODELS = {
     "Llama-3.1-405B": [(140, "llama-3.1-405b-140gib", "H200", "h200-kept/thirteenth_host/llama405b-int4-bs32-auto")],
 }
 # those of one sequence that README shows
-IN_README = ("llama-2-13b-8gib-bs1 qwen3-30b-a3b-gpu2 mixtral-8x7b-24gib-bs1 llama-3.1-70b-24gib-bs1").split()
+IN_README = "llama-2-13b-8gib-bs1 qwen3-30b-a3b-gpu2 mixtral-8x7b-24gib-bs1 llama-3.1-70b-24gib-bs1".split()
 
 
 def main() -> None:

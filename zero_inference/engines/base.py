@@ -172,18 +172,20 @@ class Job:
         """True if only transformers' own cache applies a sliding window, by dropping positions: the masks ignore it."""
         if sees_all_positions(self.spec.config, self.length):
             return False
-        if not self.empty_model.is_empty:  # a filled model cannot be tried
-            return self.empty_model.facts.get("window_only_in_cache", False)
-        return self.empty_model.cached("window_only_in_cache", lambda: window_only_in_cache(self.empty_model.model))
+        return self._tried("window_only_in_cache", window_only_in_cache)
 
     @property
     def takes_step_masks(self) -> bool:
         """True if decode steps with given masks, and with our attention where the model's is "eager", compute what the model does."""
         if attention_of(self.empty_model.model) == "sdpa" and sees_all_positions(self.spec.config, self.length):
             return True
+        return self._tried("takes_step_masks", takes_step_masks)
+
+    def _tried(self, name: str, trial: Callable[[Any], bool]) -> bool:
+        """Return the result of a trial on the model, made once while it is empty; False if it was filled before."""
         if not self.empty_model.is_empty:
-            return self.empty_model.facts.get("takes_step_masks", False)
-        return self.empty_model.cached("takes_step_masks", lambda: takes_step_masks(self.empty_model.model))
+            return self.empty_model.facts.get(name, False)
+        return self.empty_model.cached(name, lambda: trial(self.empty_model.model))
 
     @property
     def kv_device_bytes(self) -> int:

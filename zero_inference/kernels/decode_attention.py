@@ -6,10 +6,9 @@ PyTorch's memory-efficient attention, which takes a mask, took an H100 28 us for
 (5.17 has none) first copies keys and values for each head: in a step of Llama-3.1-70B, batch 8, on an H200 49 us of the 449 us of a layer,
 and attention over the copies 34 us (h200-kept/eighth_host/70b.txt).
 
-PyTorch's attention has no sinks, so families with them attend by a function of their own, transformers' "eager" one,
-which stores scores of all pairs several times: 2 GB each for the 64 heads of gpt-oss and 4000 tokens, a traced peak of
-6.4 GB where it is now 1.1. A sink s only adds exp(s) to the denominator of the softmax, so the result is PyTorch's times
-sigmoid(l - s), where l is the log-sum-exp of the scores, which its kernels return.
+PyTorch's attention has no sinks, so families with them attend by transformers' "eager" function, which stores the scores of all pairs
+several times: 2 GB each for the 64 heads of gpt-oss and 4000 tokens. A sink s only adds exp(s) to the denominator of the softmax, so the
+result is PyTorch's times sigmoid(l - s), where l is the log-sum-exp of the scores, which its kernels return.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ def using_prompt_attention(model: torch.nn.Module) -> Patches:
     return patches
 
 
-Sinks = TypeVar("Sinks", bound=SinkAttention)
+Replacement = TypeVar("Replacement", bound=SinkAttention)
 
 
-def replace_eager(patches: Patches, model: torch.nn.Module, kind: type[Sinks]) -> list[Sinks]:
-    """Replace the functions that `model` calls for attention "eager" by `kind`; none if it attends by another one."""
+def replace_eager(patches: Patches, model: torch.nn.Module, kind: type[Replacement]) -> list[Replacement]:
+    """Replace the functions that `model` calls for attention "eager" by `kind`, and return these; none if it attends by another one."""
     found = []
     if attention_of(model) == "eager":
         names = dict.fromkeys(type(module).__module__ for module in model.modules())

@@ -174,8 +174,8 @@ def _trial_steps(
     ids = 1 + torch.arange(2 * TRIAL_LENGTH).reshape(2, TRIAL_LENGTH) % (vocabulary - 1)
     mask = torch.ones_like(ids)
     mask[0, : TRIAL_PROMPT // 2] = 0
-    windows = windows_of_layers(copied.config, TRIAL_LENGTH)
-    if masked and windows is None:
+    windows = windows_of_layers(copied.config, TRIAL_LENGTH) if masked else {}
+    if windows is None:
         raise UnsupportedAttention("its layers see other positions than a mask can give")
     with torch.no_grad(), _RandomProducts() as products:
         for start, end in ((0, TRIAL_PROMPT), *((at, at + 1) for at in range(TRIAL_PROMPT, TRIAL_LENGTH))):

@@ -44,9 +44,9 @@ REPLAYS = 3  # the first one takes longer
 # Layers up to which `MAX_DIFFERENCE` holds for a whole step; roundings of more add up: Llama-3.1-70B, with random weights, differs by 0.084
 # to 0.100 in bfloat16 (h100-readme, h200-x2-one-process), and was refused at 0.1.
 ROUNDED_LAYERS = 40
-# How much more a mixture may differ: where two experts are nearly equal, rounding decides which one a router chooses, and each such layer
-# adds several percent. Steps of gpt-oss-20b and gpt-oss-120b, with random weights in bfloat16, differ by 0.097 and by 0.10 to 0.14
-# (h200-formats). The bfloat16 logits of a smaller model of that form differ from its float32 logits by 0.3 to 0.4.
+# A mixture in 16 bits may differ this many times as much: rounding decides between experts that a router finds nearly equal, and each layer
+# that takes another expert adds several percent (cpu/router_ties.txt). Steps of gpt-oss-20b and gpt-oss-120b, with random weights, differ
+# by 0.097 and by 0.12 to 0.15 (h200-formats).
 MIXTURE_FACTOR = 2
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
