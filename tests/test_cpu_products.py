@@ -48,7 +48,7 @@ PUBLISHED = {
     ),
     "FP8 blocks": (WeightFormat(Codes.E4M3, 128, group_rows=128), (256, 576), (200, 331)),
     "FP8 groups": (WeightFormat(Codes.E4M3, 128), (37, 1088)),
-    "FP8 rows": (WeightFormat(Codes.E4M3, row_scales=True), (37, 331), (19, 2400)),
+    "FP8 rows": (WeightFormat(Codes.E4M3, row_scales=True), (37, 331), (35, 416), (19, 2368)),
 }
 
 
@@ -96,8 +96,12 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     """Return whether the kernels multiply codes as they are, not their values (csrc/cpu/product.cpp)."""
     if dtype not in UNROUNDED or matrix.codes == PLAIN:
         return False
-    if matrix.codes == Codes.E4M3 or (matrix.group == 16 and instructions in ("avx512", "amx")):
-        return not (instructions == "amx" and dtype == torch.bfloat16 and count >= 5 and matrix.columns % 32 == 0)
+    if matrix.codes == Codes.E4M3:  # scaled before the product only in tiles whose steps have several scales
+        in_tiles = instructions == "amx" and dtype == torch.bfloat16 and count >= 5 and matrix.columns % 32 == 0
+        whole_steps = matrix.columns % 64 == 0 and (matrix.group % 128 == 0 or matrix.group >= matrix.columns)
+        return whole_steps or not in_tiles
+    if matrix.group == 16 and instructions in ("avx512", "amx"):
+        return True
     if matrix.group > 256 or (instructions == "avx2" and matrix.columns % 32):
         return False
     if instructions == "amx" and count >= 3 and matrix.group % 32 == 0:
@@ -189,7 +193,7 @@ def test_formats_of_checkpoints_agree_with_float64(instructions, name, use):
     for dtype in DTYPES:
         for shape in shapes:
             matrix, tensors, restored = published(form, shape, dtype)
-            for count in (1, 4, 5, 16, 40):
+            for count in (1, 2, 4, 5, 16, 40):
                 x = an_input(count, shape[1], dtype)
                 check(matrix, restored, x, instructions)
             first = form.group_rows % shape[0]  # a view is the same as rows of the whole

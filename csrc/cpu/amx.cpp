@@ -11,7 +11,7 @@
 
 #include "target.h"
 
-ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
+ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vnni")
 
 #include "simd_avx512.h"
 
@@ -207,7 +207,7 @@ inline Vector round_to_bfloat16(Vector value) {
   return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Two blocks of 32 elements of x from column k, in order or, for 4 bits (`pairs`), in the nibble order of
+// Two blocks of 32 elements of x from column k, in order or, with `pairs`, in that of codes in
 // product_dequantized_tiles.h.
 inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t pairs, __m512i (*blocks)[1]) {
   Vector one, two, even[2], odd[2];
@@ -224,6 +224,7 @@ inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t column
       blocks[block][0] = _mm512_permutexvar_epi16(low, blocks[block][0]);
     }
   }
+  if (pairs == 16) order_as_e4m3(blocks[0][0], blocks[1][0]);
   if (pairs != 64) return;
   Vector place[4];  // in a word
   split_pairs(even[0], even[1], place[0], place[2]);
@@ -256,14 +257,16 @@ inline void put_pairs(const char* rows, char* tile) {
 template <int kTerms>
 void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {
+  const int64_t pack = layout.form == Form::dequantized_tiles ? layout.pack : 1;
   alignas(64) char rows[2][kTerms][kTileBytes];  // by half of 64 columns and term: a row of x after the other
   for (int64_t m = 0; m < count; m += kTileRows) {
     char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * kTileBytes;
     for (int64_t k = first; k < last; k += 64) {
       for (int64_t i = 0; i < kTileRows; ++i) {
         __m512i terms[2][kTerms] = {};
-        if (m + i < count) {
-          const char* const row = x + (m + i) * stride * bytes_of(x_dtype);
+        const int64_t place = pack == 1 ? 0 : k / kStep % pack * (kTileRows / pack), token = m + i - place;
+        if (i >= place && token < count) {
+          const char* const row = x + token * stride * bytes_of(x_dtype);
           bfloat16_input(row, x_dtype, k, columns, layout.pairs, terms);
         }
         for (int part = 0; part < 2 * kTerms; ++part) {

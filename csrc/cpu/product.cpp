@@ -22,6 +22,7 @@ namespace {
 constexpr int64_t kRowsForVectors = 4;
 constexpr int64_t kRowsForNarrow = 8;  // AVX2
 constexpr int64_t kRowsForFixedVectorsBesideTiles = 2;
+constexpr int64_t kRowsForE4m3Vectors = 1;  // beside tiles
 
 // Fixed-point x does not round dequantized values. A device does, and in large groups these errors add up: with groups of 4096
 // and an x whose mean is half its deviation bfloat16 results differ by 0.7 %, with 64 by 0.2 %.
@@ -42,16 +43,25 @@ bool e4m3_in_bfloat16(const Matrix& matrix) {
          (matrix.group % 64 == 0 || matrix.group >= matrix.columns);
 }
 
+// Whether E4M3 codes in tiles are not scaled, but their sums.
+bool e4m3_words_in_tiles(const Matrix& matrix) {
+  return matrix.codes == Codes::e4m3 && !without(kE4m3Bfloat16) && matrix.columns % 64 == 0 &&
+         (matrix.group % kStep == 0 || matrix.group >= matrix.columns);
+}
+
 // Whether codes can be dequantized to bfloat16, 32 columns at a time.
 bool in_strips(const Matrix& matrix) {
   const bool whole = matrix.group % 32 == 0 || (matrix.codes == Codes::e2m1 && matrix.group == 16);
   return matrix.codes != Codes::plain && matrix.dtype == Dtype::bfloat16 && whole && matrix.columns % 32 == 0;
 }
 
-// Up to this M fixed-point tiles are faster than codes of bfloat16 models that are dequantized once for all rows of x.
-int64_t rows_for_fixed_tiles(const Matrix& matrix) {
+// Up to this M vectors or fixed-point tiles are faster than codes of bfloat16 models that are dequantized once for all rows of
+// x.
+int64_t rows_before_dequantized_tiles(const Matrix& matrix) {
+  if (e4m3_words_in_tiles(matrix)) return kRowsForE4m3Vectors;
+  if (matrix.codes == Codes::e2m1 && matrix.group == 16) return kRowsForFixedVectorsBesideTiles;
   if (!fixed_in_tiles(matrix) || without(kFixedTiles)) return kRowsForVectors;
-  return bits_of(matrix.codes) == 8 ? 16 : 8;
+  return matrix.codes == Codes::int8 ? 16 : matrix.codes == Codes::e2m1 ? 4 : 8;
 }
 
 Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
@@ -65,7 +75,7 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
     if (matrix.codes == Codes::plain && count > kRowsForVectors && !without(bfloat16 ? kTiles : kSplitTiles)) {
       return bfloat16 ? Form::tiles : Form::split_tiles;
     }
-    if (in_strips(matrix) && count > rows_for_fixed_tiles(matrix) && !without(kDequantizedTiles)) {
+    if (in_strips(matrix) && count > rows_before_dequantized_tiles(matrix) && !without(kDequantizedTiles)) {
       return Form::dequantized_tiles;
     }
     if (fixed_in_tiles(matrix) && count > kRowsForFixedVectorsBesideTiles && !without(kFixedTiles)) return Form::fixed_tiles;
@@ -88,7 +98,8 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     layout.width = layout.inputs == 2 ? 2 * room : room / layout.pack;
   } else if (layout.form == Form::dequantized_tiles) {
     const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
-    layout.pairs = bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
+    layout.pairs = e4m3_words_in_tiles(matrix) ? 16 : bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
+    if (layout.pairs == 16 && row_groups(matrix) > 1 && !without(kPacks)) layout.pack = count <= 4 ? 4 : count <= 8 ? 2 : 1;
   } else if (layout.form == Form::split_tiles) {
     layout.pairs = 32;
   } else if (layout.form == Form::float32 && bits != 0) {

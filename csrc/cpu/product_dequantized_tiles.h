@@ -8,7 +8,12 @@
 // 4, 8 or 12 bits brings each of a word's four nibbles to the index of one of four copies of the word. Of 64 nibbles the first
 // vector has the first and then the second nibbles of 16 words, the second vector the third and fourth; of 32 (groups not
 // multiples of 64) one vector has the first to fourth of 8 words. x is prepared in this order. With groups of 16 the table has
-// the values of two groups, and index bit 4 says whose word it is. Bytes are converted in column order.
+// the values of two groups, and index bit 4 says whose word it is. Bytes are converted in column order. E2M1 numbers times an
+// 8-bit scale are exact in bfloat16: tables are looked up by the scale, and factors of rows follow at the end.
+//
+// E4M3 numbers are looked up (e4m3_words) and their sums scaled: those of a row, or, with scales of blocks, of each step. With
+// up to 8 rows of x two steps have columns of their own in a tile of sums, with up to 4 four (Layout::pack), so that they are
+// scaled together.
 
 #pragma once
 
@@ -24,21 +29,50 @@ namespace {
 // 32 float32 rounded to bfloat16.
 inline __m512i to_bfloat16(Vector one, Vector two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
 
-// A 256th of 16 E4M3 numbers.
+// A 256th of 16 E4M3 numbers; where a step has several scales.
 inline Vector e4m3_parts(const char* p) {
   const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm512_cvtph_ps(e4m3_halves(_mm256_slli_epi16(words, 8)));
 }
 
+// E2M1 numbers times each 8-bit scale.
+struct ScaledE2m1 {
+  alignas(64) uint16_t bits[256][16] = {};
+
+  // bfloat16 of part * 2^exponent, rounded to zero below its normal numbers; part < 256.
+  static constexpr int to_bfloat16_bits(int part, int exponent) {
+    if (part == 0) return 0;
+    for (exponent += 134; part < 128; --exponent) part <<= 1;
+    return exponent <= 0 ? 0 : exponent >= 255 ? 0x7f80 : exponent << 7 | (part & 127);
+  }
+
+  explicit constexpr ScaledE2m1(bool e4m3) {
+    constexpr int kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    for (int scale = 0; scale < 256; ++scale) {
+      const int field = scale >> 3 & 15, part = !e4m3 ? 1 : field > 0 ? (scale & 7) + 8 : scale & 7;
+      const int exponent = !e4m3 ? scale - 127 : (field > 0 ? field : 1) - 10;
+      const bool nan = e4m3 ? (scale & 127) == 127 : scale == 255;
+      for (int code = 0; code < 16; ++code) {
+        const int sign = (code >> 3 ^ (e4m3 ? scale >> 7 : 0)) << 15;
+        bits[scale][code] =
+            static_cast<uint16_t>(nan ? 0x7fc0 : sign | to_bfloat16_bits(part * kTwice[code & 7], exponent - 1));
+      }
+    }
+  }
+};
+
+constexpr ScaledE2m1 kE2m1TimesE4m3(true), kE2m1TimesE8m0(false);
+
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
 constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // after the scales
 
-// kTables: tables or scales per step of 128 columns: 1 (groups of whole steps), 2 (groups of 64), 4 (one per 32 columns), 8
-// (groups of 16, two in a table).
-template <Codes kCodes, int kTables>
+// kTables: tables or scales per step of 128 columns: 0 (sums are scaled), 1 (groups of whole steps), 2 (groups of 64), 4 (one
+// per 32 columns), 8 (groups of 16, two in a table).
+// kByte: e4m3 or e8m0, scales that index tables; else any.
+template <Codes kCodes, int kTables, ScaleForm kByte>
 struct RowCodes {
   static constexpr int kBits = bits_of(kCodes);
-  static constexpr int kUnit = kBits == 4 && kTables < 4 ? 64 : 32;  // columns that are dequantized together
+  static constexpr int kUnit = kTables < 4 ? 64 : 32;  // columns that are dequantized together
   static constexpr int kUnits = kStep / kUnit;
 
   struct Group {
@@ -51,9 +85,16 @@ struct RowCodes {
     return multiply_add(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
   }
 
-  [[gnu::always_inline]] static inline Group group_at(const float* scale) {
+  [[gnu::always_inline]] static inline Group group_at(const char* from) {
     Group group;
-    if constexpr (kBits == 4) {
+    const float* const scale = reinterpret_cast<const float*>(from);
+    if constexpr (kByte != ScaleForm::any) {
+      const auto& tables = kByte == ScaleForm::e4m3 ? kE2m1TimesE4m3.bits : kE2m1TimesE8m0.bits;
+      const __m256i first = load_32_bytes(tables[static_cast<uint8_t>(from[0])]);
+      group.table = _mm512_broadcast_i64x4(first);
+      if constexpr (kTables == 8)
+        group.table = _mm512_inserti64x4(group.table, load_32_bytes(tables[static_cast<uint8_t>(from[1])]), 1);
+    } else if constexpr (kBits == 4) {
       const Vector first = values(scale);
       group.table = to_bfloat16(first, kTables == 8 ? values(scale + 1) : first);
     } else {
@@ -69,7 +110,12 @@ struct RowCodes {
 
   // One unit of a row.
   [[gnu::always_inline]] static inline void dequantize(const char* p, const Group& group, char* out) {
-    if constexpr (kCodes == Codes::e4m3) {
+    if constexpr (kTables == 0) {
+      __m512i words[2];
+      e4m3_words(_mm512_loadu_si512(p), words);
+      _mm512_store_si512(out, words[0]);
+      _mm512_store_si512(out + kBlockStride, words[1]);
+    } else if constexpr (kCodes == Codes::e4m3) {
       const Vector one = e4m3_parts(p) * group.scale, two = e4m3_parts(p + 16) * group.scale;
       _mm512_store_si512(out, to_bfloat16(one, two));
     } else if constexpr (kBits == 8) {
@@ -99,13 +145,15 @@ struct RowCodes {
 };
 
 // Rows of a step, dequantized one by one.
-template <Codes kCodes, int kTables>
+template <Codes kCodes, int kTables, ScaleForm kByte>
 struct Rows {
-  using Parts = RowCodes<kCodes, kTables>;
+  using Parts = RowCodes<kCodes, kTables, kByte>;
+  static constexpr int64_t kScaleBytes = kByte == ScaleForm::any ? 4 : 1;
 
   const char* codes;  // of the row
   int64_t codes_bytes;
-  const float* scales;
+  const char* scales;
+  int64_t scales_bytes;  // of a row
   char* panel;
 
   // Columns from `columns` on are zero.
@@ -115,14 +163,15 @@ struct Rows {
     for (int unit = 0; unit < Parts::kUnits; ++unit) {
       char* const out = panel + unit * (Parts::kUnit / 32) * kBlockStride;
       if (unit * Parts::kUnit < columns) {
-        if (unit * kTables % Parts::kUnits == 0) group = Parts::group_at(scales + unit * kTables / Parts::kUnits);
+        if (kTables > 0 && unit * kTables % Parts::kUnits == 0)
+          group = Parts::group_at(scales + unit * kTables / Parts::kUnits * kScaleBytes);
         Parts::dequantize(codes + unit * Parts::kUnit * Parts::kBits / 8, group, out);
       } else {
         for (int i = 0; i < Parts::kUnit / 32; ++i) _mm512_store_si512(out + i * kBlockStride, _mm512_setzero_si512());
       }
     }
     codes += codes_bytes;
-    scales += kLanes;
+    scales += scales_bytes;
     panel += 64;
   }
 };
@@ -134,6 +183,8 @@ struct DequantizedScratch {
   float scales[kDequantizedStrips][kPanelRows][kLanes];
   float minima[kDequantizedStrips][kPanelRows][kLanes];
   char totals[kDequantizedStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
+  char sums[2][kSumsBytes];                        // of a step whose sums are scaled, by pair
+  float factors[kPanelRows];                       // of rows
 };
 static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "product_layout.h has the size");
 
@@ -144,19 +195,23 @@ struct Dequantized {
   const char *panel, *x;
   char* totals;
   Begin begin;
-  bool ends, second;  // of its tiles of rows
+  bool ends, second;    // of its tiles of rows
+  bool first;           // of its rows
+  const float* scales;  // of its sums; null: they are not scaled
 };
 
-// kCodeRows rows of the weight, up to four tiles of x.
-template <int kInputTiles, Codes kCodes, int kTables>
+// kStepRows rows of the weight, up to four tiles of x.
+template <int kInputTiles, Codes kCodes, int kTables, ScaleForm kByte>
 struct DequantizedPass {
   static constexpr int kBits = bits_of(kCodes);
-  static constexpr int kPairs = (kInputTiles + 1) / 2;                          // of tiles of x
+  static constexpr int kPairs = (kInputTiles + 1) / 2;  // of tiles of x
+  static constexpr int tiles_of(int pair) { return kInputTiles - 2 * pair >= 2 ? 2 : 1; }
   static constexpr int64_t kScalesColumns = (kTables == 8 ? 16 : 32) * kLanes;  // whose scales a vector has
-  static constexpr int64_t kPieceColumns = kTables == 8 ? kScalesColumns : kDequantizedColumns / kPairs;
+  static constexpr int64_t kPieceColumns = kDequantizedColumns / kPairs;
   static constexpr int kPrefetchesInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
 
   using Prefetching = Prefetcher<kPieceColumns, kBits>;
+  using StepRows = Rows<kCodes, kTables, kByte>;
 
   const Matrix& matrix;
   const Layout& layout;
@@ -165,6 +220,9 @@ struct DequantizedPass {
   const char* input;  // its tiles, `input_stride` bytes apart
 
   int64_t input_stride = layout.columns / 32 * kTileBytes;
+  bool scales_steps = kTables == 0 && row_groups(matrix) > 1;
+  bool one_scale = matrix.group_rows % kPanelRows == 0 && pieces.first % kPanelRows == 0 && matrix.row_scales == nullptr;
+  int64_t scales_stride = one_scale ? 0 : kLanes;
 
   DequantizedPass(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
                   const char* input)
@@ -184,6 +242,7 @@ struct DequantizedPass {
   }
 
   void convert(const Piece& piece) const {
+    if constexpr (kTables == 0 || kByte != ScaleForm::any) return;
     const __m512i groups_of_blocks = groups_from(piece.k);
     const bool spread = kTables == 4 && matrix.group != 32;  // to 16 blocks of 32 columns
     float* const to = scratch.scales[strip_of(piece)][0];
@@ -191,17 +250,23 @@ struct DequantizedPass {
                         spread ? &groups_of_blocks : nullptr);
   }
 
-  Rows<kCodes, kTables> rows_at(const Piece& step, int panel) const {
+  StepRows rows_at(const Piece& step, int panel) const {
     const int64_t first = step.k / kScalesColumns * kScalesColumns;
     const int64_t scale =
         kTables > 1 ? (step.k - first) / (kStep / kTables) : groups_in(matrix, step.k) - groups_in(matrix, first);
-    return {values_at(matrix, step.row, 0) + step.k * kBits / 8, matrix.columns * kBits / 8,
-            scratch.scales[strip_of(step)][0] + scale, scratch.panels[0][panel]};
+    const char* scales = reinterpret_cast<const char*>(scratch.scales[strip_of(step)][0] + scale);
+    int64_t scales_bytes = kVectorBytes;
+    if constexpr (kByte != ScaleForm::any) {
+      scales_bytes = row_groups(matrix);
+      scales = static_cast<const char*>(matrix.scales) + step.row * scales_bytes + groups_in(matrix, step.k);
+    }
+    return {values_at(matrix, step.row, 0) + step.k * kBits / 8, matrix.columns * kBits / 8, scales, scales_bytes,
+            scratch.panels[0][panel]};
   }
 
   // A fourth of a block's products, and its share of kRows rows to dequantize.
   template <int kTiles, int kPart, int kRows>
-  [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, Rows<kCodes, kTables>& rows,
+  [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, StepRows& rows,
                                              Prefetching& prefetcher) const {
     constexpr int kRowsInBlock = kRows / (kStep / 32 * kPairs);
     multiply_part<kTiles, kPart, true>(second, block, x, input_stride);
@@ -212,42 +277,82 @@ struct DequantizedPass {
     }
   }
 
+  int64_t place_of(const Piece& step) const { return step.k / kStep % layout.pack; }
+
+  // Adds the stored sums of a step, or of several.
+  template <int kPair>
+  [[gnu::noinline]] void add_scaled(const Dequantized& step) const {
+    const char* sums = scratch.sums[kPair];
+    char* totals = step.totals + kPair * kSumsBytes;
+    const __mmask16 added = step.first ? 0 : 0xffff;  // to what is there
+    for (int tile = 0; tile < (step.second ? 4 : 2); ++tile, sums += kTileBytes, totals += kTileBytes) {
+      if (tile % 2 >= tiles_of(kPair)) continue;
+      const float* const scales = step.scales + tile / 2 * kTileRows * scales_stride;
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+        float* const total = reinterpret_cast<float*>(totals) + r * kLanes;
+        const Vector sum = load(reinterpret_cast<const float*>(sums) + r * kLanes);
+        store(total, multiply_add(sum, load(scales + r * scales_stride), _mm512_maskz_loadu_ps(added, total)));
+      }
+    }
+  }
+
+  // Scales of a step, in its columns of a tile of sums: of each row, or one for all.
+  [[gnu::noinline]] void take_scales(const Piece& step, float* scales) const {
+    const int64_t group = groups_in(matrix, step.k), width = kTileRows / layout.pack, place = place_of(step) * width;
+    const __mmask16 columns = static_cast<__mmask16>(place == 0 ? 0xffff : ((1 << width) - 1) << place);
+    for (int64_t r = 0; r < (one_scale ? 1 : pieces.rows_of(step)); ++r) {
+      _mm512_mask_storeu_ps(scales + r * kLanes, columns, broadcast(e4m3_scale(matrix, step.row + r, group)));
+    }
+  }
+
+  // Adds the sums of the step before, whose stores are done by now.
   template <int kPair, int kRows>
-  [[gnu::always_inline]] inline void multiply(const Dequantized& step, Rows<kCodes, kTables>& rows,
+  [[gnu::always_inline]] inline void multiply(const Dequantized& step, const Dequantized& before, StepRows& rows,
                                               Prefetching& prefetcher) const {
-    constexpr int kTiles = kInputTiles - 2 * kPair >= 2 ? 2 : 1;
-    char* const totals = step.totals + kPair * kSumsBytes;
+    constexpr int kTiles = tiles_of(kPair);
+    char* const sums = step.scales != nullptr ? scratch.sums[kPair] : step.totals + kPair * kSumsBytes;
     const char* block = step.panel;
     const char* x = step.x + 2 * kPair * input_stride;
-    step.second ? begin_sums<2, kTiles>(step.begin, totals) : begin_sums<1, kTiles>(step.begin, totals);
+    step.second ? begin_sums<2, kTiles>(step.begin, sums) : begin_sums<1, kTiles>(step.begin, sums);
     for (int i = 0; i < kStep / 32; ++i, block += kBlockStride, x += kTileBytes) {
       advance<kTiles, 0, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 1, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 2, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 3, kRows>(step.second, block, x, rows, prefetcher);
     }
-    if (step.ends) step.second ? store_sums<2, kTiles>(totals) : store_sums<1, kTiles>(totals);
+    if (before.scales != nullptr) add_scaled<kPair>(before);
+    if (step.ends) step.second ? store_sums<2, kTiles>(sums) : store_sums<1, kTiles>(sums);
   }
 
   template <int kRows>
-  [[gnu::noinline]] void multiply(const Dequantized& step, Rows<kCodes, kTables> rows, Prefetching& prefetcher) const {
-    multiply<0, kRows>(step, rows, prefetcher);
-    if constexpr (kPairs == 2) multiply<1, kRows>(step, rows, prefetcher);
+  [[gnu::noinline]] void multiply(const Dequantized& step, const Dequantized& before, StepRows rows,
+                                  Prefetching& prefetcher) const {
+    multiply<0, kRows>(step, before, rows, prefetcher);
+    if constexpr (kPairs == 2) multiply<1, kRows>(step, before, rows, prefetcher);
   }
 
   // Partial steps, or nothing to multiply yet.
-  [[gnu::noinline]] void dequantize(const Piece& step, Rows<kCodes, kTables> rows) const {
+  [[gnu::noinline]] void dequantize(const Piece& step, StepRows rows) const {
     for (int64_t r = 0; r < pieces.rows_of(step); ++r) rows.next(step.end - step.k);
   }
 
-  Dequantized dequantized(const Piece& step, int64_t first_column, int panel) const {
-    const Begin begin = step.k == 0 ? Begin::zero : step.k == first_column || kPairs == 2 ? Begin::load : Begin::keep;
+  // `scales`: where those of its sums are.
+  Dequantized dequantized(const Piece& step, int64_t first_column, int panel, float* scales) const {
+    const bool zero = scales_steps ? place_of(step) == 0 : step.k == 0;
+    const bool load = (step.k == first_column && !scales_steps) || kPairs == 2;
+    const bool last = step.k + kStep >= matrix.columns || place_of(step) == layout.pack - 1;  // of those scaled together
+    if (scales_steps) take_scales(step, scales);
     return {scratch.panels[0][panel],
             input + step.k / 32 * kTileBytes,
             scratch.totals[strip_of(step)][0],
-            begin,
-            step.end - step.k <= kStep || kPairs == 2,
-            pieces.rows_of(step) > kTileRows};
+            zero   ? Begin::zero
+            : load ? Begin::load
+                   : Begin::keep,
+            scales_steps ? last : step.end - step.k <= kStep || kPairs == 2,
+            pieces.rows_of(step) > kTileRows,
+            step.k < kStep * layout.pack,
+            scales_steps ? scales : nullptr};
   }
 
   // Prefetches up to row `end_row`.
@@ -256,46 +361,60 @@ struct DequantizedPass {
     Piece step = pieces.begin();  // of which columns [k, k + kStep) are in a panel
     int64_t first_column = 0;     // of its piece
     int panel = 0;
+    Dequantized before = {};  // whose sums are stored, and not added
+    float* scales = scratch.scales[0][0];
     convert(step);
     dequantize(step, rows_at(step, panel));
     while (step.row < pieces.last) {
-      const Dequantized now = dequantized(step, first_column, panel);
+      const Dequantized now = dequantized(step, first_column, panel, scales);
       panel = 1 - panel;
       step.k += kStep;
       if (step.k >= step.end) {
         step = prefetcher.next_piece();
         first_column = step.k;
-        if (step.row < pieces.last && step.k % kScalesColumns == 0) convert(step);
       }
       const bool more = step.row < pieces.last;
-      const Rows<kCodes, kTables> rows = more ? rows_at(step, panel) : Rows<kCodes, kTables>{};
+      if (more && step.k % kScalesColumns == 0) convert(step);
+      const StepRows rows = more ? rows_at(step, panel) : StepRows{};
       const int64_t whole = more && step.end - step.k >= kStep ? pieces.rows_of(step) : 0;
       if (whole == kPanelRows) {
-        multiply<kPanelRows>(now, rows, prefetcher);
+        multiply<kPanelRows>(now, before, rows, prefetcher);
       } else if (whole == kTileRows) {
-        multiply<kTileRows>(now, rows, prefetcher);
+        multiply<kTileRows>(now, before, rows, prefetcher);
       } else {
-        multiply<0>(now, rows, prefetcher);
+        multiply<0>(now, before, rows, prefetcher);
         if (more) dequantize(step, rows);
       }
+      before = now.ends ? now : Dequantized{};
+      if (now.ends) scales = scales == scratch.scales[0][0] ? scratch.minima[0][0] : scratch.scales[0][0];
     }
+    if (before.scales == nullptr) return;
+    add_scaled<0>(before);
+    if constexpr (kPairs == 2) add_scaled<1>(before);
   }
 };
 
 template <int kInputTiles>
 void multiply_dequantized(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
                           const char* input, int64_t end_row) {
-  const auto run = [&](auto codes, auto tables) {
-    DequantizedPass<kInputTiles, codes.value, tables.value>(matrix, layout, scratch, first, last, input).run(end_row);
+  const auto run_by = [&](auto codes, auto tables, auto byte) {
+    DequantizedPass<kInputTiles, codes.value, tables.value, byte.value> pass(matrix, layout, scratch, first, last, input);
+    pass.run(end_row);
   };
+  const auto run = [&](auto codes, auto tables) { run_by(codes, tables, Constant<ScaleForm::any>{}); };
   const auto run_nibbles = [&](auto codes) {
     if (layout.pairs == 32) return run(codes, Constant<4>{});
     matrix.group == 64 ? run(codes, Constant<2>{}) : run(codes, Constant<1>{});
   };
   if (matrix.codes == Codes::int8) return run(Constant<Codes::int8>{}, Constant<4>{});
-  if (matrix.codes == Codes::e4m3) return run(Constant<Codes::e4m3>{}, Constant<4>{});
+  constexpr Constant<Codes::e4m3> kE4m3{};
+  if (matrix.codes == Codes::e4m3) return layout.pairs == 16 ? run(kE4m3, Constant<0>{}) : run(kE4m3, Constant<4>{});
   if (matrix.codes == Codes::int4) return run_nibbles(Constant<Codes::int4>{});
-  matrix.group == 16 ? run(Constant<Codes::e2m1>{}, Constant<8>{}) : run_nibbles(Constant<Codes::e2m1>{});
+  constexpr Constant<Codes::e2m1> kE2m1{};
+  const ScaleForm form = scale_form(matrix);
+  if (form == ScaleForm::e4m3 && matrix.group == 16) return run_by(kE2m1, Constant<8>{}, Constant<ScaleForm::e4m3>{});
+  if (form == ScaleForm::e8m0 && matrix.group == 32) return run_by(kE2m1, Constant<4>{}, Constant<ScaleForm::e8m0>{});
+  matrix.group == 16 ? run(kE2m1, Constant<8>{}) : run_nibbles(kE2m1);
 }
 
 void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
@@ -318,7 +437,8 @@ void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t 
           const char* const sums = scratch.totals[(at - row) / kPanelRows][i / (2 * kTileRows)];
           const int64_t rows = end - at < kPanelRows ? end - at : kPanelRows;
           const int64_t tokens = some - i < 2 * kTileRows ? some - i : 2 * kTileRows;
-          write_out(sums, rows, tokens, out + (m + i) * stride + at - first, stride);
+          const float* const factors = factors_of_sums(matrix, at, rows, layout.pairs == 16, scratch.factors);
+          write_out(sums, rows, tokens, out + (m + i) * stride + at - first, stride, factors, layout.pack);
         }
       }
     }

@@ -36,7 +36,7 @@ template <Codes kCodes, ScaleForm kForm, typename Function>
         if constexpr (has_minima<kForm>()) rows.scales[r].offsets = offsets + here * groups * scale_bytes<kForm>();
       }
       if constexpr (kForm == ScaleForm::e4m3) {
-        rows.factors[r] = matrix.divides ? 1 / matrix.row_scales[here] : matrix.row_scales[here];
+        rows.factors[r] = row_factor(matrix, here);
       }
     }
     const bool more = row + 1 + rows_ahead < last;

@@ -302,17 +302,20 @@ struct FixedPass {
 };
 
 // A column of a tile of totals is part of a row of `out`; its shares are added.
-inline void write_totals(const Layout& layout, const FixedScratch& scratch, int64_t rows, int64_t count, float* out,
-                         int64_t stride) {
+inline void write_totals(const Matrix& matrix, const Layout& layout, const FixedScratch& scratch, int64_t first, int64_t rows,
+                         int64_t count, float* out, int64_t stride) {
+  float memory[kCodeRows];
+  const float* const factors = factors_of_sums(matrix, first, rows, false, memory);
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const __mmask16 mask = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
+    const Vector factor = factors == nullptr ? broadcast(1) : load(factors + row);
     for (int64_t m = 0; m < count; ++m) {
       const float* const totals = scratch.totals[row / kTileRows][0] + m;
       Vector total = _mm512_i32gather_ps(tile_column(), totals, 4);
       for (int64_t share = layout.width; share < kTileRows; share += layout.width) {
         total = _mm512_add_ps(total, _mm512_i32gather_ps(tile_column(), totals + share, 4));
       }
-      _mm512_mask_storeu_ps(out + m * stride + row, mask, total);
+      _mm512_mask_storeu_ps(out + m * stride + row, mask, total * factor);
     }
   }
 }
@@ -345,7 +348,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
     for (int64_t m = 0; m < count; m += tokens_at_once(layout)) {
       const int64_t some = count - m < tokens_at_once(layout) ? count - m : tokens_at_once(layout);
       multiply(matrix, layout, scratch, row, end, input + m / tokens_at_once(layout) * fixed_input_bytes(layout), last);
-      write_totals(layout, scratch, end - row, some, out + m * stride + row - first, stride);
+      write_totals(matrix, layout, scratch, row, end - row, some, out + m * stride + row - first, stride);
     }
   }
   tiles_end();

@@ -187,15 +187,38 @@ inline __m512i tile_column() {
   return _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
 }
 
-// A column of a tile is part of a row of `out`.
-void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride) {
+// The scale of a row's E4M3 numbers as e4m3_words returns them.
+inline float e4m3_scale(const Matrix& matrix, int64_t row, int64_t group) {
+  const float factor = row_factor(matrix, row) * 256;
+  if (matrix.scales == nullptr) return factor;
+  const int64_t at = (matrix.group_rows == 1 ? row : row / matrix.group_rows) * row_groups(matrix) + group;
+  return element(matrix.scales, matrix.scale_dtype, at) * factor;
+}
+
+// Factors of rows [first, first + rows) that their codes were not scaled with, or null. `e4m3_words`: codes without any scale,
+// in rows of one group.
+inline const float* factors_of_sums(const Matrix& matrix, int64_t first, int64_t rows, bool e4m3_words, float* factors) {
+  const bool whole = e4m3_words && row_groups(matrix) == 1;
+  if (!whole && (matrix.codes != Codes::e2m1 || scale_form(matrix) != ScaleForm::e4m3)) return nullptr;
+  for (int64_t r = 0; r < rows; ++r) factors[r] = whole ? e4m3_scale(matrix, first + r, 0) : row_factor(matrix, first + r);
+  return factors;
+}
+
+// A column of a tile is part of a row of `out`; with `pack` shares beside each other, which are added. `factors` of the rows,
+// where not null.
+void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride, const float* factors = nullptr,
+               int64_t pack = 1) {
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const int64_t left = rows - row;
     const __mmask16 mask = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
+    const Vector factor = factors == nullptr ? broadcast(1) : load(factors + row);
     for (int64_t m = 0; m < count; ++m) {
       const char* const tile = sums + (row / kTileRows * 2 + m / kTileRows) * kTileBytes;
-      const __m512 values = _mm512_i32gather_ps(tile_column(), tile + m % kTileRows * 4, 4);
-      _mm512_mask_storeu_ps(out + m * stride + row, mask, values);
+      Vector values = _mm512_i32gather_ps(tile_column(), tile + m % kTileRows * 4, 4);
+      for (int64_t share = 1; share < pack; ++share) {
+        values = _mm512_add_ps(values, _mm512_i32gather_ps(tile_column(), tile + (m + share * kTileRows / pack) * 4, 4));
+      }
+      _mm512_mask_storeu_ps(out + m * stride + row, mask, values * factor);
     }
   }
 }
@@ -257,6 +280,7 @@ inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64
                        : form == ScaleForm::bfloat16  ? convert_rows<kUnsigned, ScaleForm::bfloat16>
                        : form == ScaleForm::symmetric ? convert_rows<kUnsigned, ScaleForm::symmetric>
                        : form == ScaleForm::e8m0      ? convert_rows<kUnsigned, ScaleForm::e8m0>
+                       : form == ScaleForm::e4m3      ? convert_rows<kUnsigned, ScaleForm::e4m3>
                                                       : convert_rows<kUnsigned, ScaleForm::any>;
   convert(matrix, row, count, group, scales, minima, order);
 }

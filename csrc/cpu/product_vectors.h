@@ -144,7 +144,13 @@ inline void convert_scales(const Matrix& matrix, const RowScales& from, int64_t 
   }
 }
 
-// Likewise, in a form that is known.
+// What the scales of a row are multiplied with.
+inline float row_factor(const Matrix& matrix, int64_t row) {
+  if (matrix.row_scales == nullptr) return 1;
+  return matrix.divides ? 1 / matrix.row_scales[row] : matrix.row_scales[row];
+}
+
+// Likewise, in a form that is known; with e4m3 without row_factor.
 template <ScaleForm kForm, bool kUnsigned>
 [[gnu::always_inline]] inline void load_scales(const Matrix& matrix, const RowScales& from_row, int64_t count, Vector& scale,
                                                Vector& minimum) {
@@ -153,6 +159,10 @@ template <ScaleForm kForm, bool kUnsigned>
     minimum = scale * broadcast(-8);
   } else if constexpr (kForm == ScaleForm::e8m0) {
     scale = some_of<Dtype::e8m0>(from_row.scales, count);
+    if (kUnsigned) scale = scale * broadcast(0.5f);
+    minimum = kUnsigned ? scale * broadcast(-12) : zero();
+  } else if constexpr (kForm == ScaleForm::e4m3) {
+    scale = some_of<Dtype::e4m3>(from_row.scales, count);
     if (kUnsigned) scale = scale * broadcast(0.5f);
     minimum = kUnsigned ? scale * broadcast(-12) : zero();
   } else if constexpr (has_minima<kForm>()) {

@@ -75,6 +75,46 @@ inline void dequantize_e4m3(const uint8_t* p, Vector& even, Vector& odd) {
   odd = _mm512_cvtph_ps(e4m3_halves(both));
 }
 
+// A 256th of each positive E4M3 number in bfloat16: lower and upper bytes.
+struct E4m3Tables {
+  alignas(64) uint8_t lower[128] = {}, upper[128] = {};
+
+  constexpr E4m3Tables() {
+    for (int code = 0; code < 128; ++code) {
+      int exponent = (code >> 3) + 112, mantissa = (code & 7) << 4;
+      if (code > 0 && code < 8) {  // subnormal in E4M3
+        for (exponent = 113; mantissa < 128; --exponent) mantissa <<= 1;
+      }
+      const int bits = code == 0 ? 0 : exponent << 7 | (mantissa & 127);
+      lower[code] = static_cast<uint8_t>(bits & 0xff);
+      upper[code] = static_cast<uint8_t>(bits >> 8);
+    }
+  }
+};
+
+constexpr E4m3Tables kE4m3Tables;
+
+inline __m512i look_up_bytes(const uint8_t* table, __m512i codes) {  // bit 7 does not count
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+}
+
+// A 256th of 64 E4M3 numbers in bfloat16: the first half of each 16, then the second. Bytes of two vectors are interleaved
+// within 128 bits.
+[[gnu::always_inline]] inline void e4m3_words(__m512i codes, __m512i* words) {
+  constexpr int kOrAnd = 0xf8;  // a | (b & c)
+  const __m512i lower = look_up_bytes(kE4m3Tables.lower, codes), sign = _mm512_set1_epi8(-128);
+  const __m512i upper = _mm512_ternarylogic_epi32(look_up_bytes(kE4m3Tables.upper, codes), codes, sign, kOrAnd);
+  words[0] = _mm512_unpacklo_epi8(lower, upper);
+  words[1] = _mm512_unpackhi_epi8(lower, upper);
+}
+
+// 64 words in that order.
+inline void order_as_e4m3(__m512i& one, __m512i& two) {
+  const __m512i first = _mm512_shuffle_i64x2(one, two, 0x88);
+  two = _mm512_shuffle_i64x2(one, two, 0xdd);
+  one = first;
+}
+
 template <Dtype kDtype>
 inline Vector from_bytes(__m128i p) {
   if constexpr (kDtype == Dtype::uint8) return _mm512_cvtepi32_ps(bytes(p));
