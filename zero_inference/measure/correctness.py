@@ -103,9 +103,10 @@ class ReferenceLayers:
             self._run(loaded, random_ids(0, 1, tokens, vocabulary))
             tokens = min(tokens, loaded.cpu_backend.rows)
         prefix, layers = decoder_layers(loaded.model)
+        written = set(map(id, loaded.writable or loaded.model.parameters())) if self.job.sizes.writes_weights else set()
         for seed in range(COMPARED_TRIES):
             calls = self._run(loaded, random_ids(seed, 1, tokens, vocabulary))
-            differing = [at for at, call in calls.items() if self._differs(at, layers[at], *call)]
+            differing = [at for at, call in calls.items() if self._differs(at, layers[at], written, *call)]
             wrong = int(ranks.minimum(min(differing, default=len(layers))))
             if wrong == len(layers):
                 break
@@ -147,14 +148,23 @@ class ReferenceLayers:
             loaded.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return calls
 
-    def _differs(self, position: int, placed: Any, args: tuple, kwargs: dict, output: torch.Tensor) -> bool:
-        """Return whether at least half of the tokens differ by more than rounding. Fewer may, as rounding chooses between equal experts."""
+    def _differs(
+        self, position: int, placed: Any, written: set[int], args: tuple, kwargs: dict, output: torch.Tensor
+    ) -> bool:
+        """Return whether at least half of the tokens differ by more than rounding. Fewer may, as rounding chooses between equal experts.
+        `written`: ids of parameters whose values the pass may have changed."""
         reference = self.references[position]
         try:
             inputs = _first_tensor((*args, kwargs.get("hidden_states")))
             for name, buffer in placed.named_buffers():  # the checkpoint may have them
                 module, _, leaf = name.rpartition(".")
                 reference.get_submodule(module)._buffers[leaf] = buffer.detach().cpu()
+            for name, parameter in placed.named_parameters():
+                if id(parameter) in written:
+                    module, _, leaf = name.rpartition(".")
+                    reference.get_submodule(module)._parameters[leaf] = torch.nn.Parameter(
+                        parameter.detach().cpu(), False
+                    )
             expected = _first_tensor(reference(*args, **kwargs))
         except Exception as error:  # code that needs a GPU, or has state
             self.skipped[position] = f"its code does not run so: {first_line(error)}"
