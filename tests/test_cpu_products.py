@@ -96,11 +96,7 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     """Return whether the kernels multiply codes as they are, not their values (csrc/cpu/product.cpp)."""
     if dtype not in UNROUNDED or matrix.codes == PLAIN:
         return False
-    if matrix.codes == Codes.E4M3:  # scaled before the product only in tiles whose steps have several scales
-        in_tiles = instructions == "amx" and dtype == torch.bfloat16 and count >= 5 and matrix.columns % 32 == 0
-        whole_steps = matrix.columns % 64 == 0 and (matrix.group % 128 == 0 or matrix.group >= matrix.columns)
-        return whole_steps or not in_tiles
-    if matrix.group == 16 and instructions in ("avx512", "amx"):
+    if matrix.codes == Codes.E4M3 or (matrix.group == 16 and instructions in ("avx512", "amx")):
         return True
     if matrix.group > 256 or (instructions == "avx2" and matrix.columns % 32):
         return False

@@ -43,22 +43,23 @@ bool e4m3_in_bfloat16(const Matrix& matrix) {
          (matrix.group % 64 == 0 || matrix.group >= matrix.columns);
 }
 
-// Whether E4M3 codes in tiles are not scaled, but their sums.
-bool e4m3_words_in_tiles(const Matrix& matrix) {
-  return matrix.codes == Codes::e4m3 && !without(kE4m3Bfloat16) && matrix.columns % 64 == 0 &&
-         (matrix.group % kStep == 0 || matrix.group >= matrix.columns);
-}
-
-// Whether codes can be dequantized to bfloat16, 32 columns at a time.
+// Whether codes can be dequantized to bfloat16, 32 columns at a time, 64 of E4M3.
 bool in_strips(const Matrix& matrix) {
-  const bool whole = matrix.group % 32 == 0 || (matrix.codes == Codes::e2m1 && matrix.group == 16);
-  return matrix.codes != Codes::plain && matrix.dtype == Dtype::bfloat16 && whole && matrix.columns % 32 == 0;
+  if (matrix.dtype != Dtype::bfloat16 || matrix.columns % 32 != 0) return false;
+  if (matrix.codes == Codes::e4m3) {
+    return matrix.columns % 64 == 0 && (matrix.group % kStep == 0 || matrix.group >= matrix.columns);
+  }
+  if (matrix.codes == Codes::e2m1) {  // with 8-bit scales, which index tables
+    const Dtype scales = matrix.group == 16 ? Dtype::e4m3 : Dtype::e8m0;
+    return matrix.group <= 32 && matrix.scale_dtype == scales && matrix.group_rows == 1 && matrix.offset_kind == Offsets::none;
+  }
+  return matrix.codes != Codes::plain && matrix.group % 32 == 0;
 }
 
 // Up to this M vectors or fixed-point tiles are faster than codes of bfloat16 models that are dequantized once for all rows of
 // x.
 int64_t rows_before_dequantized_tiles(const Matrix& matrix) {
-  if (e4m3_words_in_tiles(matrix)) return kRowsForE4m3Vectors;
+  if (matrix.codes == Codes::e4m3) return kRowsForE4m3Vectors;
   if (matrix.codes == Codes::e2m1 && matrix.group == 16) return kRowsForFixedVectorsBesideTiles;
   if (!fixed_in_tiles(matrix) || without(kFixedTiles)) return kRowsForVectors;
   return matrix.codes == Codes::int8 ? 16 : matrix.codes == Codes::e2m1 ? 4 : 8;
@@ -98,7 +99,7 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     layout.width = layout.inputs == 2 ? 2 * room : room / layout.pack;
   } else if (layout.form == Form::dequantized_tiles) {
     const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
-    layout.pairs = e4m3_words_in_tiles(matrix) ? 16 : bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
+    layout.pairs = matrix.codes == Codes::e4m3 ? 16 : bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
     if (layout.pairs == 16 && row_groups(matrix) > 1 && !without(kPacks)) layout.pack = count <= 4 ? 4 : count <= 8 ? 2 : 1;
   } else if (layout.form == Form::split_tiles) {
     layout.pairs = 32;

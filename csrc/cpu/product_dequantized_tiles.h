@@ -29,12 +29,6 @@ namespace {
 // 32 float32 rounded to bfloat16.
 inline __m512i to_bfloat16(Vector one, Vector two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
 
-// A 256th of 16 E4M3 numbers; where a step has several scales.
-inline Vector e4m3_parts(const char* p) {
-  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm512_cvtph_ps(e4m3_halves(_mm256_slli_epi16(words, 8)));
-}
-
 // E2M1 numbers times each 8-bit scale.
 struct ScaledE2m1 {
   alignas(64) uint16_t bits[256][16] = {};
@@ -66,10 +60,9 @@ constexpr ScaledE2m1 kE2m1TimesE4m3(true), kE2m1TimesE8m0(false);
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
 constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // after the scales
 
-// kTables: tables or scales per step of 128 columns: 0 (sums are scaled), 1 (groups of whole steps), 2 (groups of 64), 4 (one
-// per 32 columns), 8 (groups of 16, two in a table).
-// kByte: e4m3 or e8m0, scales that index tables; else any.
-template <Codes kCodes, int kTables, ScaleForm kByte>
+// kTables: tables or scales per step of 128 columns: 0 (E4M3), 1 (groups of whole steps), 2 (groups of 64), 4 (one per 32
+// columns), 8 (groups of 16, two in a table). E2M1 has 4, with E8M0 scales, or 8, with E4M3 scales.
+template <Codes kCodes, int kTables>
 struct RowCodes {
   static constexpr int kBits = bits_of(kCodes);
   static constexpr int kUnit = kTables < 4 ? 64 : 32;  // columns that are dequantized together
@@ -80,26 +73,21 @@ struct RowCodes {
     Vector scale, minimum;  // of bytes
   };
 
-  [[gnu::always_inline]] static inline Vector values(const float* scale) {
-    if constexpr (kCodes == Codes::e2m1) return _mm512_mul_ps(numbers<kCodes>(), broadcast(scale[0]));
-    return multiply_add(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
-  }
-
   [[gnu::always_inline]] static inline Group group_at(const char* from) {
     Group group;
     const float* const scale = reinterpret_cast<const float*>(from);
-    if constexpr (kByte != ScaleForm::any) {
-      const auto& tables = kByte == ScaleForm::e4m3 ? kE2m1TimesE4m3.bits : kE2m1TimesE8m0.bits;
+    if constexpr (kCodes == Codes::e2m1) {
+      const auto& tables = kTables == 8 ? kE2m1TimesE4m3.bits : kE2m1TimesE8m0.bits;
       const __m256i first = load_32_bytes(tables[static_cast<uint8_t>(from[0])]);
       group.table = _mm512_broadcast_i64x4(first);
       if constexpr (kTables == 8)
         group.table = _mm512_inserti64x4(group.table, load_32_bytes(tables[static_cast<uint8_t>(from[1])]), 1);
     } else if constexpr (kBits == 4) {
-      const Vector first = values(scale);
-      group.table = to_bfloat16(first, kTables == 8 ? values(scale + 1) : first);
+      const Vector values = multiply_add(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
+      group.table = to_bfloat16(values, values);
     } else {
       group.scale = broadcast(scale[0]);
-      if constexpr (kCodes == Codes::int8) group.minimum = broadcast(scale[kMinimaAt]);
+      group.minimum = broadcast(scale[kMinimaAt]);
     }
     return group;
   }
@@ -115,9 +103,6 @@ struct RowCodes {
       e4m3_words(_mm512_loadu_si512(p), words);
       _mm512_store_si512(out, words[0]);
       _mm512_store_si512(out + kBlockStride, words[1]);
-    } else if constexpr (kCodes == Codes::e4m3) {
-      const Vector one = e4m3_parts(p) * group.scale, two = e4m3_parts(p + 16) * group.scale;
-      _mm512_store_si512(out, to_bfloat16(one, two));
     } else if constexpr (kBits == 8) {
       const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
       const Vector one = multiply_add(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum);
@@ -145,10 +130,10 @@ struct RowCodes {
 };
 
 // Rows of a step, dequantized one by one.
-template <Codes kCodes, int kTables, ScaleForm kByte>
+template <Codes kCodes, int kTables>
 struct Rows {
-  using Parts = RowCodes<kCodes, kTables, kByte>;
-  static constexpr int64_t kScaleBytes = kByte == ScaleForm::any ? 4 : 1;
+  using Parts = RowCodes<kCodes, kTables>;
+  static constexpr int64_t kScaleBytes = kCodes == Codes::e2m1 ? 1 : 4;
 
   const char* codes;  // of the row
   int64_t codes_bytes;
@@ -200,18 +185,18 @@ struct Dequantized {
   const float* scales;  // of its sums; null: they are not scaled
 };
 
-// kStepRows rows of the weight, up to four tiles of x.
-template <int kInputTiles, Codes kCodes, int kTables, ScaleForm kByte>
+// kCodeRows rows of the weight, up to four tiles of x.
+template <int kInputTiles, Codes kCodes, int kTables>
 struct DequantizedPass {
   static constexpr int kBits = bits_of(kCodes);
   static constexpr int kPairs = (kInputTiles + 1) / 2;  // of tiles of x
   static constexpr int tiles_of(int pair) { return kInputTiles - 2 * pair >= 2 ? 2 : 1; }
-  static constexpr int64_t kScalesColumns = (kTables == 8 ? 16 : 32) * kLanes;  // whose scales a vector has
+  static constexpr int64_t kScalesColumns = 32 * kLanes;  // whose scales a vector has
   static constexpr int64_t kPieceColumns = kDequantizedColumns / kPairs;
   static constexpr int kPrefetchesInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
 
   using Prefetching = Prefetcher<kPieceColumns, kBits>;
-  using StepRows = Rows<kCodes, kTables, kByte>;
+  using StepRows = Rows<kCodes, kTables>;
 
   const Matrix& matrix;
   const Layout& layout;
@@ -242,7 +227,7 @@ struct DequantizedPass {
   }
 
   void convert(const Piece& piece) const {
-    if constexpr (kTables == 0 || kByte != ScaleForm::any) return;
+    if constexpr (kTables == 0 || kCodes == Codes::e2m1) return;
     const __m512i groups_of_blocks = groups_from(piece.k);
     const bool spread = kTables == 4 && matrix.group != 32;  // to 16 blocks of 32 columns
     float* const to = scratch.scales[strip_of(piece)][0];
@@ -256,7 +241,7 @@ struct DequantizedPass {
         kTables > 1 ? (step.k - first) / (kStep / kTables) : groups_in(matrix, step.k) - groups_in(matrix, first);
     const char* scales = reinterpret_cast<const char*>(scratch.scales[strip_of(step)][0] + scale);
     int64_t scales_bytes = kVectorBytes;
-    if constexpr (kByte != ScaleForm::any) {
+    if constexpr (kCodes == Codes::e2m1) {
       scales_bytes = row_groups(matrix);
       scales = static_cast<const char*>(matrix.scales) + step.row * scales_bytes + groups_in(matrix, step.k);
     }
@@ -397,24 +382,18 @@ struct DequantizedPass {
 template <int kInputTiles>
 void multiply_dequantized(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
                           const char* input, int64_t end_row) {
-  const auto run_by = [&](auto codes, auto tables, auto byte) {
-    DequantizedPass<kInputTiles, codes.value, tables.value, byte.value> pass(matrix, layout, scratch, first, last, input);
-    pass.run(end_row);
-  };
-  const auto run = [&](auto codes, auto tables) { run_by(codes, tables, Constant<ScaleForm::any>{}); };
-  const auto run_nibbles = [&](auto codes) {
-    if (layout.pairs == 32) return run(codes, Constant<4>{});
-    matrix.group == 64 ? run(codes, Constant<2>{}) : run(codes, Constant<1>{});
+  const auto run = [&](auto codes, auto tables) {
+    DequantizedPass<kInputTiles, codes.value, tables.value>(matrix, layout, scratch, first, last, input).run(end_row);
   };
   if (matrix.codes == Codes::int8) return run(Constant<Codes::int8>{}, Constant<4>{});
-  constexpr Constant<Codes::e4m3> kE4m3{};
-  if (matrix.codes == Codes::e4m3) return layout.pairs == 16 ? run(kE4m3, Constant<0>{}) : run(kE4m3, Constant<4>{});
-  if (matrix.codes == Codes::int4) return run_nibbles(Constant<Codes::int4>{});
-  constexpr Constant<Codes::e2m1> kE2m1{};
-  const ScaleForm form = scale_form(matrix);
-  if (form == ScaleForm::e4m3 && matrix.group == 16) return run_by(kE2m1, Constant<8>{}, Constant<ScaleForm::e4m3>{});
-  if (form == ScaleForm::e8m0 && matrix.group == 32) return run_by(kE2m1, Constant<4>{}, Constant<ScaleForm::e8m0>{});
-  matrix.group == 16 ? run(kE2m1, Constant<8>{}) : run_nibbles(kE2m1);
+  if (matrix.codes == Codes::e4m3) return run(Constant<Codes::e4m3>{}, Constant<0>{});
+  if (matrix.codes == Codes::e2m1) {
+    constexpr Constant<Codes::e2m1> kE2m1{};
+    return matrix.group == 16 ? run(kE2m1, Constant<8>{}) : run(kE2m1, Constant<4>{});
+  }
+  constexpr Constant<Codes::int4> kInt4{};
+  if (layout.pairs == 32) return run(kInt4, Constant<4>{});
+  matrix.group == 64 ? run(kInt4, Constant<2>{}) : run(kInt4, Constant<1>{});
 }
 
 void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
@@ -437,7 +416,7 @@ void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t 
           const char* const sums = scratch.totals[(at - row) / kPanelRows][i / (2 * kTileRows)];
           const int64_t rows = end - at < kPanelRows ? end - at : kPanelRows;
           const int64_t tokens = some - i < 2 * kTileRows ? some - i : 2 * kTileRows;
-          const float* const factors = factors_of_sums(matrix, at, rows, layout.pairs == 16, scratch.factors);
+          const float* const factors = factors_of_sums(matrix, at, rows, scratch.factors);
           write_out(sums, rows, tokens, out + (m + i) * stride + at - first, stride, factors, layout.pack);
         }
       }

@@ -195,12 +195,11 @@ inline float e4m3_scale(const Matrix& matrix, int64_t row, int64_t group) {
   return element(matrix.scales, matrix.scale_dtype, at) * factor;
 }
 
-// Factors of rows [first, first + rows) that their codes were not scaled with, or null. `e4m3_words`: codes without any scale,
-// in rows of one group.
-inline const float* factors_of_sums(const Matrix& matrix, int64_t first, int64_t rows, bool e4m3_words, float* factors) {
-  const bool whole = e4m3_words && row_groups(matrix) == 1;
-  if (!whole && (matrix.codes != Codes::e2m1 || scale_form(matrix) != ScaleForm::e4m3)) return nullptr;
-  for (int64_t r = 0; r < rows; ++r) factors[r] = whole ? e4m3_scale(matrix, first + r, 0) : row_factor(matrix, first + r);
+// Factors of rows [first, first + rows) that their codes were not scaled with, or null.
+inline const float* factors_of_sums(const Matrix& matrix, int64_t first, int64_t rows, float* factors) {
+  const bool e4m3 = matrix.codes == Codes::e4m3 && row_groups(matrix) == 1;
+  if (!e4m3 && (matrix.codes != Codes::e2m1 || scale_form(matrix) != ScaleForm::e4m3)) return nullptr;
+  for (int64_t r = 0; r < rows; ++r) factors[r] = e4m3 ? e4m3_scale(matrix, first + r, 0) : row_factor(matrix, first + r);
   return factors;
 }
 
