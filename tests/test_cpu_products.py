@@ -48,6 +48,13 @@ PUBLISHED = {
     ),
     "FP8 blocks": (WeightFormat(Codes.E4M3, 128, group_rows=128), (256, 576), (200, 331)),
     "FP8 groups": (WeightFormat(Codes.E4M3, 128), (37, 1088)),
+    "FP8 blocks of 48 rows": (WeightFormat(Codes.E4M3, 128, group_rows=48), (144, 1088)),
+    "FP8 blocks and rows": (WeightFormat(Codes.E4M3, 128, group_rows=64, row_scales=True, divides=True), (128, 640)),
+    "E2M1 in groups of 8": (WeightFormat(Codes.E2M1, 8, scale_dtype=torch.float8_e8m0fnu), (19, 352)),
+    "E2M1 with E4M3 scales": (
+        WeightFormat(Codes.E2M1, 32, scale_dtype=torch.float8_e4m3fn, row_scales=True),
+        (37, 352),
+    ),
     "FP8 rows": (WeightFormat(Codes.E4M3, row_scales=True), (37, 331), (35, 416), (19, 2368)),
 }
 
@@ -101,7 +108,8 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     if matrix.group > 256 or (instructions == "avx2" and matrix.columns % 32):
         return False
     if instructions == "amx" and count >= 3 and matrix.group % 32 == 0:
-        return count < restored_from(Codes(matrix.codes).bits) or dtype == torch.float16
+        restored = count >= restored_from(Codes(matrix.codes).bits) and dtype == torch.bfloat16
+        return not restored or matrix.codes == Codes.E2M1  # MXFP4's values are exact in bfloat16
     in_vectors = count <= (8 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
     return in_vectors and matrix.group in (16 if matrix.codes == Codes.E2M1 else 32, 32, 64, 128, 256)
 
@@ -189,11 +197,11 @@ def test_formats_of_checkpoints_agree_with_float64(instructions, name, use):
     for dtype in DTYPES:
         for shape in shapes:
             matrix, tensors, restored = published(form, shape, dtype)
-            for count in (1, 2, 4, 5, 16, 40):
+            for count in (1, 2, 3, 5, 8, 16, 20, 40, 66):
                 x = an_input(count, shape[1], dtype)
                 check(matrix, restored, x, instructions)
             first = form.group_rows % shape[0]  # a view is the same as rows of the whole
-            view, rows = matrix.rows_view(first, shape[0] - first), torch.empty(2, 40, shape[0] - first)
+            view, rows = matrix.rows_view(first, shape[0] - first), torch.empty(2, len(x), shape[0] - first)
             multiply_rows(matrix, x, first, shape[0], rows[0], instructions)
             multiply_rows(view, x, 0, view.rows, rows[1], instructions)
             assert torch.equal(*rows)
@@ -243,6 +251,9 @@ def test_an_input_that_several_threads_prepare(instructions, group_size, columns
                 multiply_rows(matrix, x, 0, 1203, out, name, threads)
             assert torch.equal(*outs) and outs[0].isfinite().all()
             check(matrix, restored, x.bfloat16(), name, threads=3)
+    matrix, tensors, restored = published(PUBLISHED["FP8 blocks"][0], (640, columns), torch.bfloat16)
+    for count in (3, 6):
+        check(matrix, restored, an_input(count, columns, torch.bfloat16), name, threads=3)
 
 
 @pytest.mark.parametrize("instructions", SETS)
@@ -301,12 +312,12 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
                 moved = torch.frombuffer((ctypes.c_char * x.nbytes).from_address(at_the_end(x)), dtype=dtype)
                 check(matrix, restored, moved.view(count, columns), name)
     for form, *shapes in PUBLISHED.values():
-        shape = shapes[0]
-        matrix, tensors, restored = published(form, shape, torch.bfloat16)
-        for field, part in tensors.items():
-            setattr(matrix, "values" if field == "codes" else field, at_the_end(part))
-        for count in (1, 4, 6, 33):
-            check(matrix, restored, an_input(count, shape[1], torch.bfloat16), name)
+        for shape in shapes:
+            matrix, tensors, restored = published(form, shape, torch.bfloat16)
+            for field, part in tensors.items():
+                setattr(matrix, "values" if field == "codes" else field, at_the_end(part))
+            for count in (1, 4, 6, 33):
+                check(matrix, restored, an_input(count, shape[1], torch.bfloat16), name)
 
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 32), (8, 32), (4, 12), (8, 40), (4, 512), (8, 512)])

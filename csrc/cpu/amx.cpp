@@ -257,14 +257,14 @@ inline void put_pairs(const char* rows, char* tile) {
 template <int kTerms>
 void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {
-  const int64_t pack = layout.form == Form::dequantized_tiles ? layout.pack : 1;
   alignas(64) char rows[2][kTerms][kTileBytes];  // by half of 64 columns and term: a row of x after the other
   for (int64_t m = 0; m < count; m += kTileRows) {
     char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * kTileBytes;
     for (int64_t k = first; k < last; k += 64) {
+      const int64_t place = k / kStep % layout.pack * (kTileRows / layout.pack);  // of the first row of x
       for (int64_t i = 0; i < kTileRows; ++i) {
         __m512i terms[2][kTerms] = {};
-        const int64_t place = pack == 1 ? 0 : k / kStep % pack * (kTileRows / pack), token = m + i - place;
+        const int64_t token = m + i - place;
         if (i >= place && token < count) {
           const char* const row = x + token * stride * bytes_of(x_dtype);
           bfloat16_input(row, x_dtype, k, columns, layout.pairs, terms);

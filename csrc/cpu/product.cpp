@@ -50,8 +50,9 @@ bool in_strips(const Matrix& matrix) {
     return matrix.columns % 64 == 0 && (matrix.group % kStep == 0 || matrix.group >= matrix.columns);
   }
   if (matrix.codes == Codes::e2m1) {  // with 8-bit scales, which index tables
-    const Dtype scales = matrix.group == 16 ? Dtype::e4m3 : Dtype::e8m0;
-    return matrix.group <= 32 && matrix.scale_dtype == scales && matrix.group_rows == 1 && matrix.offset_kind == Offsets::none;
+    const bool nvfp4 = matrix.group == 16 && matrix.scale_dtype == Dtype::e4m3 && matrix.row_scales != nullptr;
+    const bool mxfp4 = matrix.group == 32 && matrix.scale_dtype == Dtype::e8m0 && matrix.row_scales == nullptr;
+    return (nvfp4 || mxfp4) && matrix.group_rows == 1 && matrix.offset_kind == Offsets::none;
   }
   return matrix.codes != Codes::plain && matrix.group % 32 == 0;
 }
@@ -100,7 +101,8 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
   } else if (layout.form == Form::dequantized_tiles) {
     const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
     layout.pairs = matrix.codes == Codes::e4m3 ? 16 : bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
-    if (layout.pairs == 16 && row_groups(matrix) > 1 && !without(kPacks)) layout.pack = count <= 4 ? 4 : count <= 8 ? 2 : 1;
+    const bool scales_steps = matrix.codes == Codes::e4m3 && row_groups(matrix) > 1;
+    if (scales_steps && count <= 8 && !without(kPacks)) layout.pack = count <= 4 ? 4 : 2;
   } else if (layout.form == Form::split_tiles) {
     layout.pairs = 32;
   } else if (layout.form == Form::float32 && bits != 0) {

@@ -98,7 +98,7 @@ static inline float number_of(Codes codes, int code) {
   return codes == Codes::e4m3 ? float16_value(e4m3_half_bits(static_cast<uint8_t>(code))) : static_cast<float>(code);
 }
 
-// Ascending: each includes those before it. avx512 is F, BW, DQ, VL, VNNI and BF16 (Cooper Lake, Sapphire Rapids, Zen 4 and
+// Ascending: each includes those before it. avx512 is F, BW, DQ, VL, VBMI, VNNI and BF16 (Sapphire Rapids, Zen 4 and
 // later), amx adds tiles of bfloat16 and int8.
 enum class Instructions : int32_t { portable = 0, avx2 = 1, avx512 = 2, amx = 3 };
 

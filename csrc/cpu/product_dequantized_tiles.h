@@ -45,7 +45,7 @@ struct ScaledE2m1 {
     for (int scale = 0; scale < 256; ++scale) {
       const int field = scale >> 3 & 15, part = !e4m3 ? 1 : field > 0 ? (scale & 7) + 8 : scale & 7;
       const int exponent = !e4m3 ? scale - 127 : (field > 0 ? field : 1) - 10;
-      const bool nan = e4m3 ? (scale & 127) == 127 : scale == 255;
+      const bool nan = !e4m3 && scale == 255;  // E4M3 that is no number counts as 480, as elsewhere
       for (int code = 0; code < 16; ++code) {
         const int sign = (code >> 3 ^ (e4m3 ? scale >> 7 : 0)) << 15;
         bits[scale][code] =
@@ -164,12 +164,11 @@ struct Rows {
 struct DequantizedScratch {
   // Of a step. The two panels differ in the low 12 bits of their addresses (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
-  // Scales of each row, converted for several pieces.
+  // Scales of each row, converted for several pieces; of E4M3 those of a step, in one and the other in turn.
   float scales[kDequantizedStrips][kPanelRows][kLanes];
   float minima[kDequantizedStrips][kPanelRows][kLanes];
   char totals[kDequantizedStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
   char sums[2][kSumsBytes];                        // of a step whose sums are scaled, by pair
-  float factors[kPanelRows];                       // of rows
 };
 static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "product_layout.h has the size");
 
@@ -206,7 +205,8 @@ struct DequantizedPass {
 
   int64_t input_stride = layout.columns / 32 * kTileBytes;
   bool scales_steps = kTables == 0 && row_groups(matrix) > 1;
-  bool one_scale = matrix.group_rows % kPanelRows == 0 && pieces.first % kPanelRows == 0 && matrix.row_scales == nullptr;
+  bool one_scale =  // for all rows
+      matrix.row_scales == nullptr && pieces.first / matrix.group_rows == (pieces.last - 1) / matrix.group_rows;
   int64_t scales_stride = one_scale ? 0 : kLanes;
 
   DequantizedPass(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
@@ -236,17 +236,20 @@ struct DequantizedPass {
   }
 
   StepRows rows_at(const Piece& step, int panel) const {
-    const int64_t first = step.k / kScalesColumns * kScalesColumns;
-    const int64_t scale =
-        kTables > 1 ? (step.k - first) / (kStep / kTables) : groups_in(matrix, step.k) - groups_in(matrix, first);
-    const char* scales = reinterpret_cast<const char*>(scratch.scales[strip_of(step)][0] + scale);
-    int64_t scales_bytes = kVectorBytes;
+    const char* const codes = values_at(matrix, step.row, 0) + step.k * kBits / 8;
+    const char* scales;
+    int64_t scales_bytes;
     if constexpr (kCodes == Codes::e2m1) {
       scales_bytes = row_groups(matrix);
       scales = static_cast<const char*>(matrix.scales) + step.row * scales_bytes + groups_in(matrix, step.k);
+    } else {
+      const int64_t first = step.k / kScalesColumns * kScalesColumns;
+      const int64_t scale =
+          kTables > 1 ? (step.k - first) / (kStep / kTables) : groups_in(matrix, step.k) - groups_in(matrix, first);
+      scales_bytes = kVectorBytes;
+      scales = reinterpret_cast<const char*>(scratch.scales[strip_of(step)][0] + scale);
     }
-    return {values_at(matrix, step.row, 0) + step.k * kBits / 8, matrix.columns * kBits / 8, scales, scales_bytes,
-            scratch.panels[0][panel]};
+    return {codes, matrix.columns * kBits / 8, scales, scales_bytes, scratch.panels[0][panel]};
   }
 
   // A fourth of a block's products, and its share of kRows rows to dequantize.
@@ -412,11 +415,12 @@ void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t 
                                          : multiply_dequantized<4>;
       multiply(matrix, layout, scratch, row, end, input + m * layout.columns * 2, last);
       for (int64_t at = row; at < end; at += kPanelRows) {
+        const int64_t rows = end - at < kPanelRows ? end - at : kPanelRows;
+        float memory[kPanelRows];
+        const float* const factors = factors_at_end(matrix, at, rows, memory);
         for (int64_t i = 0; i < some; i += 2 * kTileRows) {
           const char* const sums = scratch.totals[(at - row) / kPanelRows][i / (2 * kTileRows)];
-          const int64_t rows = end - at < kPanelRows ? end - at : kPanelRows;
           const int64_t tokens = some - i < 2 * kTileRows ? some - i : 2 * kTileRows;
-          const float* const factors = factors_of_sums(matrix, at, rows, scratch.factors);
           write_out(sums, rows, tokens, out + (m + i) * stride + at - first, stride, factors, layout.pack);
         }
       }

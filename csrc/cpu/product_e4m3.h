@@ -36,6 +36,7 @@ struct E4m3Bfloat16 {
   }
 };
 
+// In the order of e4m3_words.
 void prepare_bfloat16(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                       int64_t last, int64_t columns, char* input) {
   for (int64_t m = 0; m < count; ++m) {

@@ -16,7 +16,8 @@ enum class Form : int32_t {
   tiles,     // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
   split_tiles,       // likewise, and each value in two bfloat16 terms
   fixed_tiles,       // tiles of fixed-point numbers, their steps, and sums over x groups (product_fixed_tiles.h)
-  dequantized_tiles  // tiles, and 4 bits in the order of nibbles; products with codes that are dequantized strip by strip
+  dequantized_tiles  // tiles in the order of product_dequantized_tiles.h; products with codes that are dequantized strip by
+                     // strip
 };
 
 // Parts of the choice that benchmarks/cpu_product_forms.py leaves out in turn, so that the next best form takes over; the usual
@@ -25,7 +26,7 @@ enum Optional : uint32_t {
   kNarrow = 1 << 0,            // AVX2: fixed-point x (product_fixed_narrow.h)
   kFixedVectors = 1 << 1,      // product_fixed_vectors.h
   kFixedTiles = 1 << 2,        // product_fixed_tiles.h
-  kPacks = 1 << 3,             // of two blocks of columns in one tile
+  kPacks = 1 << 3,             // of two blocks of columns, or steps of E4M3, in one tile
   kTwoInputs = 1 << 4,         // a tile for each term
   kDequantizedTiles = 1 << 5,  // product_dequantized_tiles.h
   kWideTables = 1 << 6,        // one for 64 columns or more
@@ -81,8 +82,8 @@ constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 
 // Rows of the weight that are multiplied together in tiles of codes; x comes from L2 once for each 512 columns. With 128 rows x
 // is read less often, but memory in pieces of 256 bytes of more rows: 41 GB/s (13824 columns, int4, 32 tokens, 15 cores beside
-// a busy link), with 32 rows 58. int8 with half as many rows: 69 instead of 57; E4M3, whose x has twice the bytes, with 32: 92
-// to 122 GB/s instead of 68 to 105.
+// a busy link), with 32 rows 58. int8 with half as many rows: 69 instead of 57; E4M3, whose x has
+// twice the bytes, with 32: 0.77 to 1.16 of int8's rate (M = 8 and 16), with 16: 0.72 to 1.05.
 constexpr int64_t kCodeRows = 32;
 
 static inline int64_t code_rows(const Matrix& matrix) { return matrix.codes == Codes::int8 ? kCodeRows / 2 : kCodeRows; }
@@ -96,7 +97,7 @@ constexpr int64_t kDequantizedColumns = 512;
 
 // DequantizedScratch (product_dequantized_tiles.h).
 constexpr int64_t kDequantizedStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
-constexpr int64_t kDequantizedScratchBytes = (24 + kDequantizedStrips * (4 + 8)) * kTileBytes + kPanelRows * 4;
+constexpr int64_t kDequantizedScratchBytes = (24 + kDequantizedStrips * (4 + 8)) * kTileBytes;
 
 // What E2M1 codes count as in fixed point: twice their number plus 12.
 alignas(16) constexpr uint8_t kE2m1Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};

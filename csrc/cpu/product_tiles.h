@@ -196,7 +196,7 @@ inline float e4m3_scale(const Matrix& matrix, int64_t row, int64_t group) {
 }
 
 // Factors of rows [first, first + rows) that their codes were not scaled with, or null.
-inline const float* factors_of_sums(const Matrix& matrix, int64_t first, int64_t rows, float* factors) {
+inline const float* factors_at_end(const Matrix& matrix, int64_t first, int64_t rows, float* factors) {
   const bool e4m3 = matrix.codes == Codes::e4m3 && row_groups(matrix) == 1;
   if (!e4m3 && (matrix.codes != Codes::e2m1 || scale_form(matrix) != ScaleForm::e4m3)) return nullptr;
   for (int64_t r = 0; r < rows; ++r) factors[r] = e4m3 ? e4m3_scale(matrix, first + r, 0) : row_factor(matrix, first + r);

@@ -157,12 +157,8 @@ template <ScaleForm kForm, bool kUnsigned>
   if constexpr (kForm == ScaleForm::symmetric) {
     scale = some_of<Dtype::bfloat16>(from_row.scales, count);
     minimum = scale * broadcast(-8);
-  } else if constexpr (kForm == ScaleForm::e8m0) {
-    scale = some_of<Dtype::e8m0>(from_row.scales, count);
-    if (kUnsigned) scale = scale * broadcast(0.5f);
-    minimum = kUnsigned ? scale * broadcast(-12) : zero();
-  } else if constexpr (kForm == ScaleForm::e4m3) {
-    scale = some_of<Dtype::e4m3>(from_row.scales, count);
+  } else if constexpr (kForm == ScaleForm::e8m0 || kForm == ScaleForm::e4m3) {
+    scale = some_of<kForm == ScaleForm::e8m0 ? Dtype::e8m0 : Dtype::e4m3>(from_row.scales, count);
     if (kUnsigned) scale = scale * broadcast(0.5f);
     minimum = kUnsigned ? scale * broadcast(-12) : zero();
   } else if constexpr (has_minima<kForm>()) {

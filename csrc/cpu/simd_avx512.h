@@ -1,4 +1,4 @@
-// Vectors of AVX-512 with BF16 and VNNI, for the products (simd.h).
+// Vectors of AVX-512 with BF16, VBMI and VNNI, for the products (simd.h).
 
 #pragma once
 

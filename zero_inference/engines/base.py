@@ -502,7 +502,7 @@ class LoadedModel:
         pinned_memory: uint8 [bytes] each, pinned host memory that this rank's device copies weights from.
         steps_to_settle: returns the decode steps until the engine next changes how it runs them, equal on all ranks; 0 when settled.
         modules_changed: gets modules whose children were replaced or that have foreign hooks: the engine then calls each module inside.
-        writable: parameters that stay in place, so that a model may write them, as RWKV does; empty where all or none do.
+        writable: parameters that stay in place, so that a model may write them, as RWKV does; empty with the engine resident: all.
     """
 
     model: Any  # the transformers model; inputs go to `device`
