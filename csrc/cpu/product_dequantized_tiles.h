@@ -57,8 +57,8 @@ struct ScaledE2m1 {
 
 constexpr ScaledE2m1 kE2m1TimesE4m3(true), kE2m1TimesE8m0(false);
 
-constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
-constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // after the scales
+constexpr int64_t kBlockStride = 2 * kPanelRows * 64;  // of the blocks of a panel
+constexpr int64_t kMinimaAt = kPanelRows * kLanes;     // after the scales
 
 // kTables: tables or scales per step of 128 columns: 0 (E4M3), 1 (groups of whole steps), 2 (groups of 64), 4 (one per 32
 // columns), 8 (groups of 16, two in a table). E2M1 has 4, with E8M0 scales, or 8, with E4M3 scales.
@@ -165,11 +165,12 @@ struct DequantizedScratch {
   // Of a step. The two panels differ in the low 12 bits of their addresses (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
   // Scales of each row, converted for several pieces; of E4M3 those of a step, in one and the other in turn.
-  float scales[kDequantizedStrips][kPanelRows][kLanes];
-  float minima[kDequantizedStrips][kPanelRows][kLanes];
-  char totals[kDequantizedStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
-  char sums[2][kSumsBytes];                        // of a step whose sums are scaled, by pair
+  float scales[kPanelRows][kLanes];
+  float minima[kPanelRows][kLanes];
+  char totals[2][kSumsBytes];  // by pair of tiles of x
+  char sums[2][kSumsBytes];    // of a step whose sums are scaled, likewise
 };
+static_assert(kPanelRows == kCodeRows, "a pass has one strip of rows");
 static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "product_layout.h has the size");
 
 constexpr int64_t kDequantizedTokens = 2 * 2 * kTileRows;  // rows of x
@@ -217,8 +218,6 @@ struct DequantizedPass {
         pieces{first, last, matrix.columns, kPieceColumns, kPanelRows},
         input(input) {}
 
-  int64_t strip_of(const Piece& piece) const { return (piece.row - pieces.first) / kPanelRows; }
-
   // Group index, from that of `column`, of 16 blocks of 32 columns.
   __m512i groups_from(int64_t column) const {
     const int64_t before = matrix.group - left_in_group(matrix, column);
@@ -230,7 +229,7 @@ struct DequantizedPass {
     if constexpr (kTables == 0 || kCodes == Codes::e2m1) return;
     const __m512i groups_of_blocks = groups_from(piece.k);
     const bool spread = kTables == 4 && matrix.group != 32;  // to 16 blocks of 32 columns
-    float* const to = scratch.scales[strip_of(piece)][0];
+    float* const to = scratch.scales[0];
     convert_rows<false>(matrix, piece.row, pieces.rows_of(piece), groups_in(matrix, piece.k), to, to + kMinimaAt,
                         spread ? &groups_of_blocks : nullptr);
   }
@@ -247,7 +246,7 @@ struct DequantizedPass {
       const int64_t scale =
           kTables > 1 ? (step.k - first) / (kStep / kTables) : groups_in(matrix, step.k) - groups_in(matrix, first);
       scales_bytes = kVectorBytes;
-      scales = reinterpret_cast<const char*>(scratch.scales[strip_of(step)][0] + scale);
+      scales = reinterpret_cast<const char*>(scratch.scales[0] + scale);
     }
     return {codes, matrix.columns * kBits / 8, scales, scales_bytes, scratch.panels[0][panel]};
   }
@@ -333,7 +332,7 @@ struct DequantizedPass {
     if (scales_steps) take_scales(step, scales);
     return {scratch.panels[0][panel],
             input + step.k / 32 * kTileBytes,
-            scratch.totals[strip_of(step)][0],
+            scratch.totals[0],
             zero   ? Begin::zero
             : load ? Begin::load
                    : Begin::keep,
@@ -350,7 +349,7 @@ struct DequantizedPass {
     int64_t first_column = 0;     // of its piece
     int panel = 0;
     Dequantized before = {};  // whose sums are stored, and not added
-    float* scales = scratch.scales[0][0];
+    float* scales = scratch.scales[0];
     convert(step);
     dequantize(step, rows_at(step, panel));
     while (step.row < pieces.last) {
@@ -374,7 +373,7 @@ struct DequantizedPass {
         if (more) dequantize(step, rows);
       }
       before = now.ends ? now : Dequantized{};
-      if (now.ends) scales = scales == scratch.scales[0][0] ? scratch.minima[0][0] : scratch.scales[0][0];
+      if (now.ends) scales = scales == scratch.scales[0] ? scratch.minima[0] : scratch.scales[0];
     }
     if (before.scales == nullptr) return;
     add_scaled<0>(before);
@@ -414,15 +413,12 @@ void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t 
                             : some <= 48 ? multiply_dequantized<3>
                                          : multiply_dequantized<4>;
       multiply(matrix, layout, scratch, row, end, input + m * layout.columns * 2, last);
-      for (int64_t at = row; at < end; at += kPanelRows) {
-        const int64_t rows = end - at < kPanelRows ? end - at : kPanelRows;
-        float memory[kPanelRows];
-        const float* const factors = factors_at_end(matrix, at, rows, memory);
-        for (int64_t i = 0; i < some; i += 2 * kTileRows) {
-          const char* const sums = scratch.totals[(at - row) / kPanelRows][i / (2 * kTileRows)];
-          const int64_t tokens = some - i < 2 * kTileRows ? some - i : 2 * kTileRows;
-          write_out(sums, rows, tokens, out + (m + i) * stride + at - first, stride, factors, layout.pack);
-        }
+      float of_rows[kPanelRows];
+      const float* const factors = factors_at_end(matrix, row, end - row, of_rows);
+      for (int64_t i = 0; i < some; i += 2 * kTileRows) {
+        const char* const sums = scratch.totals[i / (2 * kTileRows)];
+        const int64_t tokens = some - i < 2 * kTileRows ? some - i : 2 * kTileRows;
+        write_out(sums, end - row, tokens, out + (m + i) * stride + row - first, stride, factors, layout.pack);
       }
     }
   }

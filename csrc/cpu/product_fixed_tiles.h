@@ -304,8 +304,8 @@ struct FixedPass {
 // A column of a tile of totals is part of a row of `out`; its shares are added.
 inline void write_totals(const Matrix& matrix, const Layout& layout, const FixedScratch& scratch, int64_t first, int64_t rows,
                          int64_t count, float* out, int64_t stride) {
-  float memory[kCodeRows];
-  const float* const factors = factors_at_end(matrix, first, rows, memory);
+  float of_rows[kCodeRows];
+  const float* const factors = factors_at_end(matrix, first, rows, of_rows);
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const __mmask16 mask = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
     const Vector factor = factors == nullptr ? broadcast(1) : load(factors + row);

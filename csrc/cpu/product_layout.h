@@ -96,8 +96,7 @@ constexpr int64_t kFixedScratchBytes = (4 + 4 + 4 + 2) * kTileBytes + kCodeRows 
 constexpr int64_t kDequantizedColumns = 512;
 
 // DequantizedScratch (product_dequantized_tiles.h).
-constexpr int64_t kDequantizedStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
-constexpr int64_t kDequantizedScratchBytes = (24 + kDequantizedStrips * (4 + 8)) * kTileBytes;
+constexpr int64_t kDequantizedScratchBytes = (16 + 4 + 8 + 8) * kTileBytes;
 
 // What E2M1 codes count as in fixed point: twice their number plus 12.
 alignas(16) constexpr uint8_t kE2m1Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};

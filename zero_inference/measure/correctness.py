@@ -156,15 +156,12 @@ class ReferenceLayers:
         reference = self.references[position]
         try:
             inputs = _first_tensor((*args, kwargs.get("hidden_states")))
-            for name, buffer in placed.named_buffers():  # the checkpoint may have them
+            changed = [(name, each) for name, each in placed.named_parameters() if id(each) in written]
+            for name, value in (*placed.named_buffers(), *changed):  # the checkpoint may have buffers
                 module, _, leaf = name.rpartition(".")
-                reference.get_submodule(module)._buffers[leaf] = buffer.detach().cpu()
-            for name, parameter in placed.named_parameters():
-                if id(parameter) in written:
-                    module, _, leaf = name.rpartition(".")
-                    reference.get_submodule(module)._parameters[leaf] = torch.nn.Parameter(
-                        parameter.detach().cpu(), False
-                    )
+                owner = reference.get_submodule(module)
+                tensors: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+                tensors[leaf] = value.detach().cpu()
             expected = _first_tensor(reference(*args, **kwargs))
         except Exception as error:  # code that needs a GPU, or has state
             self.skipped[position] = f"its code does not run so: {first_line(error)}"
