@@ -32,6 +32,7 @@ from benchmarks.common.shapes import shape_of
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
 from zero_inference.cpu.products import Matrix
 from zero_inference.kernels.formats import Codes, WeightFormat
+from zero_inference.utils.host_memory import host_empty
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # int4-g64-fp16: codes of 4 bits in groups of 64, float16 scales.
@@ -56,7 +57,7 @@ SHAPES = [(5120, 5120), (13824, 5120), (5120, 13824)]  # of a layer of Llama-2-1
 # Bits of Optional in csrc/cpu/product_layout.h.
 OPTIONAL = (
     "narrow fixed_vectors fixed_tiles packs two_inputs dequantized_tiles wide_tables four_input_tiles strip_prefetch "
-    "tiles split_tiles direct in_place prefetch_in_steps e4m3_bfloat16"
+    "tiles split_tiles direct in_place prefetch_in_steps e4m3_bfloat16 narrow_tiles"
 ).split()
 BIT = {name: 1 << index for index, name in enumerate(OPTIONAL)}
 TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT["split_tiles"]
@@ -84,7 +85,8 @@ class Weights:
         self.stored = stored
         sizes = [stored.weight_bytes(*shape) for shape in shapes]
         copies = int(set_mb * 1e6 // sum(sizes)) + 1
-        self.memory = torch.empty(copies, sum(-(-size // 4096) * 4096 for size in sizes), dtype=torch.uint8)
+        nbytes = sum(-(-size // 4096) * 4096 for size in sizes)
+        self.memory = host_empty((copies, nbytes), torch.uint8, pinned=False)  # in huge pages, as an engine's weights
         self.matrices = (Matrix * (copies * len(shapes)))()
         at = 0
         for index, ((height, width), size) in enumerate(zip(shapes, sizes)):

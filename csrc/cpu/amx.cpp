@@ -247,9 +247,10 @@ inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t column
   }
 }
 
-inline void put_pairs(const char* rows, char* tile) {
+inline void put_pairs(const char* rows, char* tile, int64_t row_bytes) {
+  const __mmask16 columns = static_cast<__mmask16>((1 << row_bytes / 4) - 1);
   for (int64_t pair = 0; pair < 16; ++pair) {
-    _mm512_store_si512(tile + pair * 64, _mm512_i32gather_epi32(tile_column(), rows + pair * 4, 4));
+    _mm512_mask_storeu_epi32(tile + pair * row_bytes, columns, _mm512_i32gather_epi32(tile_column(), rows + pair * 4, 4));
   }
 }
 
@@ -259,9 +260,10 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
                    int64_t last, int64_t columns, char* input) {
   alignas(64) char rows[2][kTerms][kTileBytes];  // by half of 64 columns and term: a row of x after the other
   for (int64_t m = 0; m < count; m += kTileRows) {
-    char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * kTileBytes;
+    const int64_t row_bytes = tile_row_bytes(layout), tile_bytes = 16 * row_bytes;
+    char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * tile_bytes;
     for (int64_t k = first; k < last; k += 64) {
-      const int64_t place = k / kStep % layout.pack * (kTileRows / layout.pack);  // of the first row of x
+      const int64_t place = (k / kStep & (layout.pack - 1)) * layout.width;  // of the first row of x
       for (int64_t i = 0; i < kTileRows; ++i) {
         __m512i terms[2][kTerms] = {};
         const int64_t token = m + i - place;
@@ -273,9 +275,9 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
           _mm512_store_si512(rows[part / kTerms][part % kTerms] + i * 64, terms[part / kTerms][part % kTerms]);
         }
       }
-      char* const out = tiles + k / 32 * kTerms * kTileBytes;
+      char* const out = tiles + k / 32 * kTerms * tile_bytes;
       for (int part = 0; part < 2 * kTerms; ++part) {
-        put_pairs(rows[part / kTerms][part % kTerms], out + part * kTileBytes);
+        put_pairs(rows[part / kTerms][part % kTerms], out + part * tile_bytes, row_bytes);
       }
     }
   }

@@ -61,9 +61,9 @@ bool in_strips(const Matrix& matrix) {
 // x.
 int64_t rows_before_dequantized_tiles(const Matrix& matrix) {
   if (matrix.codes == Codes::e4m3) return kRowsForE4m3Vectors;
-  if (matrix.codes == Codes::e2m1 && matrix.group == 16) return kRowsForFixedVectorsBesideTiles;
+  if (matrix.codes == Codes::e2m1) return kRowsForFixedVectorsBesideTiles;
   if (!fixed_in_tiles(matrix) || without(kFixedTiles)) return kRowsForVectors;
-  return matrix.codes == Codes::int8 ? 16 : matrix.codes == Codes::e2m1 ? 4 : 8;
+  return matrix.codes == Codes::int8 ? 16 : 8;
 }
 
 Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
@@ -90,7 +90,7 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
 Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   const int64_t bits = bits_of(matrix.codes);
   Layout layout = {
-      form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), bits, matrix.group, 1, 1, 1, 1};
+      form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), bits, matrix.group, 1, 1, 1, kTileRows};
   if (layout.form == Form::fixed || layout.form == Form::fixed_tiles) {
     layout.x_groups = matrix.group % 64 == 0 ? 1 : matrix.group % 32 == 0 ? 2 : 4;
     if (layout.form == Form::fixed) return layout;
@@ -102,7 +102,9 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
     layout.pairs = matrix.codes == Codes::e4m3 ? 16 : bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
     const bool scales_steps = matrix.codes == Codes::e4m3 && row_groups(matrix) > 1;
+    if (count <= 8 && !without(kNarrowTiles)) layout.width = count <= 4 ? 4 : 8;
     if (scales_steps && count <= 8 && !without(kPacks)) layout.pack = count <= 4 ? 4 : 2;
+    if (layout.pack > 1) layout.width = kTileRows / layout.pack;
   } else if (layout.form == Form::split_tiles) {
     layout.pairs = 32;
   } else if (layout.form == Form::float32 && bits != 0) {

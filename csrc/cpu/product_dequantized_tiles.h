@@ -2,7 +2,8 @@
 //
 // Sums of all groups stay in one tile and are stored once a piece. A step of 128 columns is dequantized into one panel while
 // the step before is multiplied from the other: a fourth of the products of 32 columns, then two rows, so that neither waits.
-// Four tiles hold the sums of a piece; with more than 32 rows of x they are loaded and stored for each step.
+// Four tiles hold the sums of a piece; with more than 32 rows of x they are loaded and stored for each step. With up to 4 or 8
+// rows of x its tiles have 4 or 8 columns: they come from L2.
 //
 // 4 bits: the 16 values of a group, twice, are a look-up table of 32 words. Index bit 4 is irrelevant then, so a rotation by 0,
 // 4, 8 or 12 bits brings each of a word's four nibbles to the index of one of four copies of the word. Of 64 nibbles the first
@@ -164,7 +165,7 @@ struct Rows {
 struct DequantizedScratch {
   // Of a step. The two panels differ in the low 12 bits of their addresses (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
-  // Scales of each row, converted for several pieces; of E4M3 those of a step, in one and the other in turn.
+  // Scales of each row, converted for several pieces; of E4M3 those of the steps that are added together.
   float scales[kPanelRows][kLanes];
   float minima[kPanelRows][kLanes];
   char totals[2][kSumsBytes];  // by pair of tiles of x
@@ -180,9 +181,8 @@ struct Dequantized {
   const char *panel, *x;
   char* totals;
   Begin begin;
-  bool ends, second;    // of its tiles of rows
-  bool first;           // of its rows
-  const float* scales;  // of its sums; null: they are not scaled
+  bool ends, second;  // of its tiles of rows
+  bool first;         // of its rows
 };
 
 // kCodeRows rows of the weight, up to four tiles of x.
@@ -195,7 +195,7 @@ struct DequantizedPass {
   static constexpr int64_t kPieceColumns = kDequantizedColumns / kPairs;
   static constexpr int kPrefetchesInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
 
-  using Prefetching = Prefetcher<kPieceColumns, kBits>;
+  using Prefetching = Prefetcher<kPieceColumns, kCodes>;
   using StepRows = Rows<kCodes, kTables>;
 
   const Matrix& matrix;
@@ -204,7 +204,8 @@ struct DequantizedPass {
   Pieces pieces;
   const char* input;  // its tiles, `input_stride` bytes apart
 
-  int64_t input_stride = layout.columns / 32 * kTileBytes;
+  int64_t x_row_bytes = tile_row_bytes(layout);
+  int64_t input_stride = layout.columns / 32 * 16 * x_row_bytes;
   bool scales_steps = kTables == 0 && row_groups(matrix) > 1;
   bool one_scale =  // for all rows
       matrix.row_scales == nullptr && pieces.first / matrix.group_rows == (pieces.last - 1) / matrix.group_rows;
@@ -256,7 +257,7 @@ struct DequantizedPass {
   [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, StepRows& rows,
                                              Prefetching& prefetcher) const {
     constexpr int kRowsInBlock = kRows / (kStep / 32 * kPairs);
-    multiply_part<kTiles, kPart, true>(second, block, x, input_stride);
+    multiply_part<kTiles, kPart, true>(second, block, x, input_stride, x_row_bytes);
     if constexpr (kRows > 0) {
 #pragma GCC unroll 2
       for (int r = kRowsInBlock * kPart / 4; r < kRowsInBlock * (kPart + 1) / 4; ++r) rows.next(kStep);
@@ -264,7 +265,7 @@ struct DequantizedPass {
     }
   }
 
-  int64_t place_of(const Piece& step) const { return step.k / kStep % layout.pack; }
+  int64_t place_of(const Piece& step) const { return step.k / kStep & (layout.pack - 1); }
 
   // Adds the stored sums of a step, or of several.
   template <int kPair>
@@ -274,7 +275,7 @@ struct DequantizedPass {
     const __mmask16 added = step.first ? 0 : 0xffff;  // to what is there
     for (int tile = 0; tile < (step.second ? 4 : 2); ++tile, sums += kTileBytes, totals += kTileBytes) {
       if (tile % 2 >= tiles_of(kPair)) continue;
-      const float* const scales = step.scales + tile / 2 * kTileRows * scales_stride;
+      const float* const scales = scratch.scales[0] + tile / 2 * kTileRows * scales_stride;
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) {
         float* const total = reinterpret_cast<float*>(totals) + r * kLanes;
@@ -285,38 +286,36 @@ struct DequantizedPass {
   }
 
   // Scales of a step, in its columns of a tile of sums: of each row, or one for all.
-  [[gnu::noinline]] void take_scales(const Piece& step, float* scales) const {
-    const int64_t group = groups_in(matrix, step.k), width = kTileRows / layout.pack, place = place_of(step) * width;
+  [[gnu::noinline]] void take_scales(const Piece& step) const {
+    const int64_t group = groups_in(matrix, step.k), width = layout.width, place = place_of(step) * width;
     const __mmask16 columns = static_cast<__mmask16>(place == 0 ? 0xffff : ((1 << width) - 1) << place);
     for (int64_t r = 0; r < (one_scale ? 1 : pieces.rows_of(step)); ++r) {
-      _mm512_mask_storeu_ps(scales + r * kLanes, columns, broadcast(e4m3_scale(matrix, step.row + r, group)));
+      _mm512_mask_storeu_ps(scratch.scales[r], columns, broadcast(e4m3_scale(matrix, step.row + r, group)));
     }
   }
 
-  // Adds the sums of the step before, whose stores are done by now.
   template <int kPair, int kRows>
-  [[gnu::always_inline]] inline void multiply(const Dequantized& step, const Dequantized& before, StepRows& rows,
-                                              Prefetching& prefetcher) const {
+  [[gnu::always_inline]] inline void multiply(const Dequantized& step, StepRows& rows, Prefetching& prefetcher) const {
     constexpr int kTiles = tiles_of(kPair);
-    char* const sums = step.scales != nullptr ? scratch.sums[kPair] : step.totals + kPair * kSumsBytes;
+    char* const sums = scales_steps ? scratch.sums[kPair] : step.totals + kPair * kSumsBytes;
     const char* block = step.panel;
     const char* x = step.x + 2 * kPair * input_stride;
     step.second ? begin_sums<2, kTiles>(step.begin, sums) : begin_sums<1, kTiles>(step.begin, sums);
-    for (int i = 0; i < kStep / 32; ++i, block += kBlockStride, x += kTileBytes) {
+    for (int i = 0; i < kStep / 32; ++i, block += kBlockStride, x += 16 * x_row_bytes) {
       advance<kTiles, 0, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 1, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 2, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 3, kRows>(step.second, block, x, rows, prefetcher);
     }
-    if (before.scales != nullptr) add_scaled<kPair>(before);
-    if (step.ends) step.second ? store_sums<2, kTiles>(sums) : store_sums<1, kTiles>(sums);
+    if (!step.ends) return;
+    step.second ? store_sums<2, kTiles>(sums) : store_sums<1, kTiles>(sums);
+    if (scales_steps) add_scaled<kPair>(step);
   }
 
   template <int kRows>
-  [[gnu::noinline]] void multiply(const Dequantized& step, const Dequantized& before, StepRows rows,
-                                  Prefetching& prefetcher) const {
-    multiply<0, kRows>(step, before, rows, prefetcher);
-    if constexpr (kPairs == 2) multiply<1, kRows>(step, before, rows, prefetcher);
+  [[gnu::noinline]] void multiply(const Dequantized& step, StepRows rows, Prefetching& prefetcher) const {
+    multiply<0, kRows>(step, rows, prefetcher);
+    if constexpr (kPairs == 2) multiply<1, kRows>(step, rows, prefetcher);
   }
 
   // Partial steps, or nothing to multiply yet.
@@ -324,22 +323,20 @@ struct DequantizedPass {
     for (int64_t r = 0; r < pieces.rows_of(step); ++r) rows.next(step.end - step.k);
   }
 
-  // `scales`: where those of its sums are.
-  Dequantized dequantized(const Piece& step, int64_t first_column, int panel, float* scales) const {
+  Dequantized dequantized(const Piece& step, int64_t first_column, int panel) const {
     const bool zero = scales_steps ? place_of(step) == 0 : step.k == 0;
     const bool load = (step.k == first_column && !scales_steps) || kPairs == 2;
     const bool last = step.k + kStep >= matrix.columns || place_of(step) == layout.pack - 1;  // of those scaled together
-    if (scales_steps) take_scales(step, scales);
+    if (scales_steps) take_scales(step);
     return {scratch.panels[0][panel],
-            input + step.k / 32 * kTileBytes,
+            input + step.k / 32 * 16 * x_row_bytes,
             scratch.totals[0],
             zero   ? Begin::zero
             : load ? Begin::load
                    : Begin::keep,
             scales_steps ? last : step.end - step.k <= kStep || kPairs == 2,
             pieces.rows_of(step) > kTileRows,
-            step.k < kStep * layout.pack,
-            scales_steps ? scales : nullptr};
+            step.k < kStep * layout.pack};
   }
 
   // Prefetches up to row `end_row`.
@@ -348,12 +345,10 @@ struct DequantizedPass {
     Piece step = pieces.begin();  // of which columns [k, k + kStep) are in a panel
     int64_t first_column = 0;     // of its piece
     int panel = 0;
-    Dequantized before = {};  // whose sums are stored, and not added
-    float* scales = scratch.scales[0];
     convert(step);
     dequantize(step, rows_at(step, panel));
     while (step.row < pieces.last) {
-      const Dequantized now = dequantized(step, first_column, panel, scales);
+      const Dequantized now = dequantized(step, first_column, panel);
       panel = 1 - panel;
       step.k += kStep;
       if (step.k >= step.end) {
@@ -365,19 +360,14 @@ struct DequantizedPass {
       const StepRows rows = more ? rows_at(step, panel) : StepRows{};
       const int64_t whole = more && step.end - step.k >= kStep ? pieces.rows_of(step) : 0;
       if (whole == kPanelRows) {
-        multiply<kPanelRows>(now, before, rows, prefetcher);
+        multiply<kPanelRows>(now, rows, prefetcher);
       } else if (whole == kTileRows) {
-        multiply<kTileRows>(now, before, rows, prefetcher);
+        multiply<kTileRows>(now, rows, prefetcher);
       } else {
-        multiply<0>(now, before, rows, prefetcher);
+        multiply<0>(now, rows, prefetcher);
         if (more) dequantize(step, rows);
       }
-      before = now.ends ? now : Dequantized{};
-      if (now.ends) scales = scales == scratch.scales[0] ? scratch.minima[0] : scratch.scales[0];
     }
-    if (before.scales == nullptr) return;
-    add_scaled<0>(before);
-    if constexpr (kPairs == 2) add_scaled<1>(before);
   }
 };
 
@@ -401,7 +391,7 @@ void multiply_dequantized(const Matrix& matrix, const Layout& layout, Dequantize
 void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                             int64_t last, float* out, int64_t stride, char* memory) {
   DequantizedScratch& scratch = *reinterpret_cast<DequantizedScratch*>(memory);
-  tiles_begin();
+  tiles_begin(tile_row_bytes(layout));
   const int64_t rows_together = code_rows(matrix);
   for (int64_t row = first; row < last; row += rows_together) {
     const int64_t end = last - row < rows_together ? last : row + rows_together;

@@ -54,14 +54,15 @@ constexpr int kBlocks = 2;  // of 64 columns, of a turn
 constexpr int kTurn = kBlocks * 64;
 
 // Codes of the next turns, piece by piece; prefetches the next piece.
-template <int kBits>
+template <Codes kCodes>
 struct Unpacker {
+  static constexpr int kBits = bits_of(kCodes);
   static constexpr int64_t kTurnBytes = kTurn * kBits / 8;                       // of a row
   static constexpr int64_t kRowsToPrefetch = kTileRows * 64 / kMaxPieceColumns;  // for, with each 64 columns
 
   const Matrix& matrix;
   const Pieces& pieces;
-  Prefetcher<kMaxPieceColumns, kBits> prefetcher;
+  Prefetcher<kMaxPieceColumns, kCodes> prefetcher;
   char* copies;  // of a turn that lacks rows or columns
 
   int64_t row_bytes = pieces.columns * kBits / 8;
@@ -139,7 +140,7 @@ struct FixedPass {
   static constexpr bool kShared = kPack * kXGroups > 1;  // columns have scales of their own
 
   using Totals = Vector[kTileRows];
-  using Unpacking = Unpacker<kBits>;
+  using Unpacking = Unpacker<kCodes>;
 
   const Matrix& matrix;
   FixedScratch& scratch;

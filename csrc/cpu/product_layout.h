@@ -38,6 +38,7 @@ enum Optional : uint32_t {
   kInPlace = 1 << 12,          // more than 4 rows of x without a panel (product_panel.h)
   kPrefetchInSteps = 1 << 13,  // product_panel.h
   kE4m3Bfloat16 = 1 << 14,     // product_e4m3.h
+  kNarrowTiles = 1 << 15,      // of x in product_dequantized_tiles.h
 };
 
 #if defined(ZERO_INFERENCE_MEASURE_FORMS)
@@ -65,7 +66,7 @@ struct Layout {
   int64_t x_groups;
   // fixed_tiles: tiles of x for 64 columns. With one (inputs = 1) both terms and the x groups of `pack` blocks of 64 columns
   // are side by side, zero elsewhere; with two, each has one term. `width`: columns of an x group and a term, one a row of x.
-  // dequantized_tiles of E4M3: `pack` steps have their sums side by side.
+  // dequantized_tiles: a tile has `pack` times `width` columns, `pack` steps of E4M3 side by side.
   int64_t inputs, pack, width;
 };
 
@@ -136,6 +137,9 @@ static inline void find_step(uint32_t most, float& step, float& inverse) {
   step = from_bits(step_bits);
   inverse = from_bits(inverse_bits);
 }
+
+// Bytes from row to row of a tile of x; tiles have no gaps.
+static inline int64_t tile_row_bytes(const Layout& layout) { return layout.pack * layout.width * 4; }
 
 static inline bool in_tiles(const Layout& layout) {
   return layout.form == Form::tiles || layout.form == Form::split_tiles || layout.form == Form::dequantized_tiles ||

@@ -24,12 +24,12 @@ static_assert(sizeof(TileShapes) == 64, "the operand of ldtilecfg has 64 bytes")
 
 #if !defined(ZERO_INFERENCE_EMULATED_TILES)
 
-// Eight tiles of 16 rows of 64 bytes.
-inline void tiles_begin() {
+// Tiles of 16 rows of 64 bytes; those of x and of sums, all but 4 and 5, have rows of `x_row_bytes`.
+inline void tiles_begin(int64_t x_row_bytes = 64) {
   TileShapes shapes = {};
   shapes.palette = 1;
   for (int tile = 0; tile < 8; ++tile) {
-    shapes.row_bytes[tile] = 64;
+    shapes.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : static_cast<uint16_t>(x_row_bytes);
     shapes.rows[tile] = 16;
   }
   __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
@@ -43,7 +43,7 @@ inline void tile_zero() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// 16 rows of 64 bytes. "memory" keeps earlier stores before the load.
+// 16 rows. "memory" keeps earlier stores before the load.
 template <int kTile>
 inline void tile_load(const char* p, int64_t stride = 64) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
@@ -72,11 +72,16 @@ struct EmulatedTile {
   char bytes[1024];
 };
 thread_local EmulatedTile tiles[8];
-thread_local bool configured = false;
+thread_local size_t row_bytes_of_x = 0;  // 0: not configured
 
-inline void tiles_begin() { configured = true; }
+inline size_t row_bytes_of(int tile) {
+  if (row_bytes_of_x == 0) __builtin_trap();
+  return tile == 4 || tile == 5 ? 64 : row_bytes_of_x;
+}
+
+inline void tiles_begin(int64_t x_row_bytes = 64) { row_bytes_of_x = static_cast<size_t>(x_row_bytes); }
 inline void tiles_end() {
-  configured = false;
+  row_bytes_of_x = 0;
   __builtin_memset(tiles, 0x7f, sizeof(tiles));
 }
 
@@ -87,14 +92,15 @@ inline void tile_zero() {
 
 template <int kTile>
 inline void tile_load(const char* p, int64_t stride = 64) {
-  if (!configured) __builtin_trap();
-  for (int64_t row = 0; row < 16; ++row) __builtin_memcpy(tiles[kTile].bytes + row * 64, p + row * stride, 64);
+  __builtin_memset(tiles[kTile].bytes, 0, 1024);
+  for (int64_t row = 0; row < 16; ++row) {
+    __builtin_memcpy(tiles[kTile].bytes + row * 64, p + row * stride, row_bytes_of(kTile));
+  }
 }
 
 template <int kTile>
 inline void tile_store(char* p) {
-  if (!configured) __builtin_trap();
-  __builtin_memcpy(p, tiles[kTile].bytes, 1024);
+  for (int64_t row = 0; row < 16; ++row) __builtin_memcpy(p + row * 64, tiles[kTile].bytes + row * 64, row_bytes_of(kTile));
 }
 
 inline float bfloat16_at(const EmulatedTile& tile, int row, int column) {
@@ -163,11 +169,11 @@ inline void store_sums(char* sums) {
 }
 
 // A fourth of the products of a block of 32 columns: tiles 4 and 5 are rows of the weight (`second`: two tiles), 6 and 7 x,
-// which may be loaded already.
+// which may be loaded already; tile 7 has rows of 64 bytes.
 template <int kInputTiles, int kPart, bool kLoadInput>
-inline void multiply_part(bool second, const char* rows, const char* x, int64_t x_stride) {
+inline void multiply_part(bool second, const char* rows, const char* x, int64_t x_stride, int64_t x_row_bytes = 64) {
   if constexpr (kPart == 0) {
-    if constexpr (kLoadInput) tile_load<6>(x);
+    if constexpr (kLoadInput) tile_load<6>(x, x_row_bytes);
     tile_load<4>(rows);
     tile_multiply<0, 4, 6>();
   } else if constexpr (kPart == 1) {
@@ -284,10 +290,12 @@ inline void convert_rows(const Matrix& matrix, int64_t row, int64_t count, int64
   convert(matrix, row, count, group, scales, minima, order);
 }
 
-// Prefetches the next piece row by row while another is multiplied: codes, and cache lines of scales and offsets.
-template <int64_t kPieceColumns, int kBits>
+// Prefetches the next piece row by row while another is multiplied: codes, and scales and offsets of up to two cache lines.
+template <int64_t kPieceColumns, Codes kCodes>
 struct Prefetcher {
+  static constexpr int kBits = bits_of(kCodes);
   static constexpr int64_t kRowBytes = kPieceColumns * kBits / 8;  // of a piece, where it is not the row's last one
+  static constexpr bool kOffsets = kCodes == Codes::int4 || kCodes == Codes::int8;
 
   const Matrix& matrix;
   const Pieces& pieces;
@@ -299,16 +307,15 @@ struct Prefetcher {
   // Pointers and strides are not adjacent: GCC would add two of them as a vector.
   const char* codes;
   int64_t codes_bytes = pieces.columns * kBits / 8;
-  RowScales scales;
+  const char* scales;
   // From row to row: 0 where these rows share scales.
   int64_t scales_bytes = matrix.scales == nullptr ? 4
                          : matrix.group_rows > 1  ? 0
                                                   : row_groups(matrix) * bytes_of(matrix.scale_dtype);
-  bool first;  // piece of the row
+  const char* offsets;
   int64_t offsets_bytes = matrix.offset_kind == Offsets::zero_points ? row_groups(matrix) : scales_bytes;
   // Bytes of the scales of a piece; offsets have as many, or fewer.
-  uintptr_t scales_of_piece =
-      static_cast<uintptr_t>((kPieceColumns + matrix.group - 1) / matrix.group * bytes_of(matrix.scale_dtype));
+  int64_t scales_of_piece = (kPieceColumns + matrix.group - 1) / matrix.group * bytes_of(matrix.scale_dtype);
 
   Prefetcher(const Matrix& matrix, const Pieces& pieces, int64_t end_row) : matrix(matrix), pieces(pieces), end_row(end_row) {
     begin(pieces.begin());
@@ -320,15 +327,10 @@ struct Prefetcher {
     rows = end_row - piece.row < pieces.strip ? end_row - piece.row : pieces.strip;
     if (without(kStripPrefetch)) rows = 0;
     bytes = (piece.end - piece.k) * kBits / 8;
-    first = piece.k == 0;
     codes = values_at(matrix, piece.row, 0) + piece.k * kBits / 8;
-    scales = RowScales(matrix, piece.row, groups_in(matrix, piece.k));
-  }
-
-  // The line in which scales or offsets of a row end, unless an earlier piece fetched it.
-  [[gnu::always_inline]] inline void prefetch_end(const char* p) {
-    p += scales_of_piece - 1;
-    if ((reinterpret_cast<uintptr_t>(p) & 63) < scales_of_piece) prefetch(p);
+    const RowScales from_row(matrix, piece.row, groups_in(matrix, piece.k));
+    scales = from_row.scales;
+    offsets = from_row.offsets;
   }
 
   [[gnu::always_inline]] inline void prefetch_row() {
@@ -339,15 +341,15 @@ struct Prefetcher {
     } else {
       for (int64_t i = 0; i < bytes; i += 64) prefetch(codes + i);
     }
-    if (first) {
-      prefetch(scales.scales);
-      prefetch(scales.offsets);
+    prefetch(scales);
+    prefetch(scales + scales_of_piece - 1);
+    scales += scales_bytes;
+    if constexpr (kOffsets) {
+      prefetch(offsets);
+      prefetch(offsets + scales_of_piece - 1);
+      offsets += offsets_bytes;
     }
-    prefetch_end(scales.scales);
-    prefetch_end(scales.offsets);
     codes += codes_bytes;
-    scales.scales += scales_bytes;
-    scales.offsets += offsets_bytes;
   }
 
   // Prefetches the rest of the piece, moves to the next one of these rows, and returns the former.
