@@ -260,8 +260,12 @@ def no_gpu(monkeypatch) -> None:
     """Let runs in this process find no GPU."""
     import torch
 
+    from zero_inference.kernels import extension
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(extension, "_tried", False)  # later tests may find one
+    monkeypatch.setattr(extension, "_reason", None)
 
 
 @dataclass
