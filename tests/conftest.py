@@ -264,7 +264,7 @@ def no_gpu(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(extension, "_tried", False)  # later tests may find one
+    monkeypatch.setattr(extension, "_tried", False)  # a later test on a GPU tries again
     monkeypatch.setattr(extension, "_reason", None)
 
 

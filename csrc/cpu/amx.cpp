@@ -2,8 +2,8 @@
 // bfloat16 terms whose sum is exact; of codes in product_fixed_tiles.h and product_dequantized_tiles.h.
 //
 // Panels of 32 rows are copied one block of columns at a time, to tiles of 16 rows and 32 columns. x is in tiles of 16 column
-// pairs by 16 rows, missing rows zero. Two tiles of the weight and two of x give four tiles of sums. With two terms the product
-// of the second ones (at most 2^-16 of the sum) is left out.
+// pairs by 16 rows (fewer in product_dequantized_tiles.h), missing rows zero. Two tiles of the weight and two of x give four
+// tiles of sums. With two terms the product of the second ones (at most 2^-16 of the sum) is left out.
 
 #if defined(__x86_64__)
 

@@ -102,9 +102,13 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
     layout.pairs = matrix.codes == Codes::e4m3 ? 16 : bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
     const bool scales_steps = matrix.codes == Codes::e4m3 && row_groups(matrix) > 1;
-    if (count <= 8 && !without(kNarrowTiles)) layout.width = count <= 4 ? 4 : 8;
-    if (scales_steps && count <= 8 && !without(kPacks)) layout.pack = count <= 4 ? 4 : 2;
-    if (layout.pack > 1) layout.width = kTileRows / layout.pack;
+    const int64_t width = count <= 4 ? 4 : count <= 8 ? 8 : kTileRows;
+    if (scales_steps && width < kTileRows && !without(kPacks)) {
+      layout.pack = kTileRows / width;
+      layout.width = width;
+    } else if (width < kTileRows && !without(kNarrowTiles)) {
+      layout.width = width;
+    }
   } else if (layout.form == Form::split_tiles) {
     layout.pairs = 32;
   } else if (layout.form == Form::float32 && bits != 0) {

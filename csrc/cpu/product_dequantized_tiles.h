@@ -3,7 +3,7 @@
 // Sums of all groups stay in one tile and are stored once a piece. A step of 128 columns is dequantized into one panel while
 // the step before is multiplied from the other: a fourth of the products of 32 columns, then two rows, so that neither waits.
 // Four tiles hold the sums of a piece; with more than 32 rows of x they are loaded and stored for each step. With up to 4 or 8
-// rows of x its tiles have 4 or 8 columns: they come from L2.
+// rows of x its tiles have only as many columns, because they are loaded from L2.
 //
 // 4 bits: the 16 values of a group, twice, are a look-up table of 32 words. Index bit 4 is irrelevant then, so a rotation by 0,
 // 4, 8 or 12 bits brings each of a word's four nibbles to the index of one of four copies of the word. Of 64 nibbles the first
@@ -179,7 +179,6 @@ constexpr int64_t kDequantizedTokens = 2 * 2 * kTileRows;  // rows of x
 // A step to multiply.
 struct Dequantized {
   const char *panel, *x;
-  char* totals;
   Begin begin;
   bool ends, second;  // of its tiles of rows
   bool first;         // of its rows
@@ -271,7 +270,7 @@ struct DequantizedPass {
   template <int kPair>
   [[gnu::noinline]] void add_scaled(const Dequantized& step) const {
     const char* sums = scratch.sums[kPair];
-    char* totals = step.totals + kPair * kSumsBytes;
+    char* totals = scratch.totals[kPair];
     const __mmask16 added = step.first ? 0 : 0xffff;  // to what is there
     for (int tile = 0; tile < (step.second ? 4 : 2); ++tile, sums += kTileBytes, totals += kTileBytes) {
       if (tile % 2 >= tiles_of(kPair)) continue;
@@ -297,7 +296,7 @@ struct DequantizedPass {
   template <int kPair, int kRows>
   [[gnu::always_inline]] inline void multiply(const Dequantized& step, StepRows& rows, Prefetching& prefetcher) const {
     constexpr int kTiles = tiles_of(kPair);
-    char* const sums = scales_steps ? scratch.sums[kPair] : step.totals + kPair * kSumsBytes;
+    char* const sums = scales_steps ? scratch.sums[kPair] : scratch.totals[kPair];
     const char* block = step.panel;
     const char* x = step.x + 2 * kPair * input_stride;
     step.second ? begin_sums<2, kTiles>(step.begin, sums) : begin_sums<1, kTiles>(step.begin, sums);
@@ -330,7 +329,6 @@ struct DequantizedPass {
     if (scales_steps) take_scales(step);
     return {scratch.panels[0][panel],
             input + step.k / 32 * 16 * x_row_bytes,
-            scratch.totals[0],
             zero   ? Begin::zero
             : load ? Begin::load
                    : Begin::keep,

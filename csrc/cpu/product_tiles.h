@@ -24,7 +24,7 @@ static_assert(sizeof(TileShapes) == 64, "the operand of ldtilecfg has 64 bytes")
 
 #if !defined(ZERO_INFERENCE_EMULATED_TILES)
 
-// Tiles of 16 rows of 64 bytes; those of x and of sums, all but 4 and 5, have rows of `x_row_bytes`.
+// Tiles of 16 rows: of 64 bytes in tiles 4 and 5 (the weight), of `x_row_bytes` in the others (x and sums).
 inline void tiles_begin(int64_t x_row_bytes = 64) {
   TileShapes shapes = {};
   shapes.palette = 1;
