@@ -166,7 +166,7 @@ struct Tiles {
     if (!ends(part)) return;
     for (int64_t m = 0; m < count; m += 2 * kTileRows) {
       const int64_t some = count - m < 2 * kTileRows ? count - m : 2 * kTileRows;
-      write_out(sums + m / (2 * kTileRows) * kSumsBytes, part.rows, some, out + m * stride + part.row - first, stride);
+      write_out(sums + m / (2 * kTileRows) * kSumsBytes, 2, part.rows, some, out + m * stride + part.row - first, stride);
     }
   }
 
@@ -260,7 +260,7 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
                    int64_t last, int64_t columns, char* input) {
   alignas(64) char rows[2][kTerms][kTileBytes];  // by half of 64 columns and term: a row of x after the other
   for (int64_t m = 0; m < count; m += kTileRows) {
-    const int64_t row_bytes = tile_row_bytes(layout), tile_bytes = 16 * row_bytes;
+    const int64_t row_bytes = tile_row_bytes(layout), tile_bytes = kTileRows * row_bytes;
     char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * tile_bytes;
     for (int64_t k = first; k < last; k += 64) {
       const int64_t place = (k / kStep & (layout.pack - 1)) * layout.width;  // of the first row of x

@@ -180,8 +180,9 @@ constexpr int64_t kDequantizedTokens = 2 * 2 * kTileRows;  // rows of x
 struct Dequantized {
   const char *panel, *x;
   Begin begin;
-  bool ends, second;  // of its tiles of rows
-  bool first;         // of its rows
+  bool ends;    // its sums are stored
+  bool second;  // it has more rows than a tile
+  bool first;   // no totals to add its scaled sums to
 };
 
 // kCodeRows rows of the weight, up to four tiles of x.
@@ -204,7 +205,8 @@ struct DequantizedPass {
   const char* input;  // its tiles, `input_stride` bytes apart
 
   int64_t x_row_bytes = tile_row_bytes(layout);
-  int64_t input_stride = layout.columns / 32 * 16 * x_row_bytes;
+  int64_t x_tile_bytes = kTileRows * x_row_bytes;
+  int64_t input_stride = layout.columns / 32 * x_tile_bytes;
   bool scales_steps = kTables == 0 && row_groups(matrix) > 1;
   bool one_scale =  // for all rows
       matrix.row_scales == nullptr && pieces.first / matrix.group_rows == (pieces.last - 1) / matrix.group_rows;
@@ -284,7 +286,8 @@ struct DequantizedPass {
     }
   }
 
-  // Scales of a step, in its columns of a tile of sums: of each row, or one for all.
+  // Scales of a step, in its columns of a tile of sums: of each row, or one for all. The first step fills all columns, because
+  // the last steps of a row may be fewer.
   [[gnu::noinline]] void take_scales(const Piece& step) const {
     const int64_t group = groups_in(matrix, step.k), width = layout.width, place = place_of(step) * width;
     const __mmask16 columns = static_cast<__mmask16>(place == 0 ? 0xffff : ((1 << width) - 1) << place);
@@ -300,7 +303,7 @@ struct DequantizedPass {
     const char* block = step.panel;
     const char* x = step.x + 2 * kPair * input_stride;
     step.second ? begin_sums<2, kTiles>(step.begin, sums) : begin_sums<1, kTiles>(step.begin, sums);
-    for (int i = 0; i < kStep / 32; ++i, block += kBlockStride, x += 16 * x_row_bytes) {
+    for (int i = 0; i < kStep / 32; ++i, block += kBlockStride, x += x_tile_bytes) {
       advance<kTiles, 0, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 1, kRows>(step.second, block, x, rows, prefetcher);
       advance<kTiles, 2, kRows>(step.second, block, x, rows, prefetcher);
@@ -328,7 +331,7 @@ struct DequantizedPass {
     const bool last = step.k + kStep >= matrix.columns || place_of(step) == layout.pack - 1;  // of those scaled together
     if (scales_steps) take_scales(step);
     return {scratch.panels[0][panel],
-            input + step.k / 32 * 16 * x_row_bytes,
+            input + step.k / 32 * x_tile_bytes,
             zero   ? Begin::zero
             : load ? Begin::load
                    : Begin::keep,
@@ -406,7 +409,7 @@ void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t 
       for (int64_t i = 0; i < some; i += 2 * kTileRows) {
         const char* const sums = scratch.totals[i / (2 * kTileRows)];
         const int64_t tokens = some - i < 2 * kTileRows ? some - i : 2 * kTileRows;
-        write_out(sums, end - row, tokens, out + (m + i) * stride + row - first, stride, factors, layout.pack);
+        write_out(sums, 2, end - row, tokens, out + (m + i) * stride + row - first, stride, factors, layout.pack);
       }
     }
   }

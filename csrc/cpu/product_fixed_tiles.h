@@ -302,25 +302,6 @@ struct FixedPass {
   }
 };
 
-// A column of a tile of totals is part of a row of `out`; its shares are added.
-inline void write_totals(const Matrix& matrix, const Layout& layout, const FixedScratch& scratch, int64_t first, int64_t rows,
-                         int64_t count, float* out, int64_t stride) {
-  float of_rows[kCodeRows];
-  const float* const factors = factors_at_end(matrix, first, rows, of_rows);
-  for (int64_t row = 0; row < rows; row += kTileRows) {
-    const __mmask16 mask = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
-    const Vector factor = factors == nullptr ? broadcast(1) : load(factors + row);
-    for (int64_t m = 0; m < count; ++m) {
-      const float* const totals = scratch.totals[row / kTileRows][0] + m;
-      Vector total = _mm512_i32gather_ps(tile_column(), totals, 4);
-      for (int64_t share = layout.width; share < kTileRows; share += layout.width) {
-        total = _mm512_add_ps(total, _mm512_i32gather_ps(tile_column(), totals + share, 4));
-      }
-      _mm512_mask_storeu_ps(out + m * stride + row, mask, total * factor);
-    }
-  }
-}
-
 template <Codes kCodes, int kXGroups>
 void multiply_fixed(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last,
                     const char* input, int64_t end_row) {
@@ -346,10 +327,13 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
   const int64_t rows_together = code_rows(matrix);
   for (int64_t row = first; row < last; row += rows_together) {
     const int64_t end = last - row < rows_together ? last : row + rows_together;
+    float of_rows[kCodeRows];
+    const float* const factors = factors_at_end(matrix, row, end - row, of_rows);
     for (int64_t m = 0; m < count; m += tokens_at_once(layout)) {
       const int64_t some = count - m < tokens_at_once(layout) ? count - m : tokens_at_once(layout);
       multiply(matrix, layout, scratch, row, end, input + m / tokens_at_once(layout) * fixed_input_bytes(layout), last);
-      write_totals(matrix, layout, scratch, row, end - row, some, out + m * stride + row - first, stride);
+      const char* const totals = reinterpret_cast<const char*>(scratch.totals);
+      write_out(totals, 1, end - row, some, out + m * stride + row - first, stride, factors, kTileRows / layout.width);
     }
   }
   tiles_end();

@@ -56,8 +56,8 @@ struct Layout {
   Form form;
   bool vectors;  // float32: groups are whole vectors of codes; else codes are dequantized one by one
   // Order of columns within blocks. 4 bits and E4M3 in whole vectors: in blocks of this size, even columns before odd ones. Two
-  // terms: 32, column i is beside i + 16. dequantized_tiles with 4 bits: 64 or 32, the order of product_dequantized_tiles.h,
-  // with E4M3 whose sums are scaled 16. Else 0: unchanged.
+  // terms: 32, column i is beside i + 16. dequantized_tiles: with 4 bits 64 or 32, the order of product_dequantized_tiles.h,
+  // with E4M3 16, that of e4m3_words. Else 0: unchanged.
   int64_t pairs;
   int64_t columns;  // with padding of zeros, a multiple of kStep
   int64_t bits;     // of the weight's codes
@@ -83,8 +83,8 @@ constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 
 // Rows of the weight that are multiplied together in tiles of codes; x comes from L2 once for each 512 columns. With 128 rows x
 // is read less often, but memory in pieces of 256 bytes of more rows: 41 GB/s (13824 columns, int4, 32 tokens, 15 cores beside
-// a busy link), with 32 rows 58. int8 with half as many rows: 69 instead of 57; E4M3, whose x has
-// twice the bytes, with 32: 0.77 to 1.16 of int8's rate (M = 8 and 16), with 16: 0.72 to 1.05.
+// a busy link), with 32 rows 58. int8 with half as many rows: 69 instead of 57; E4M3, whose x has twice the bytes, with 32
+// rows: 0.77 to 1.16 of int8's rate (M = 8 and 16), with 16: 0.72 to 1.05.
 constexpr int64_t kCodeRows = 32;
 
 static inline int64_t code_rows(const Matrix& matrix) { return matrix.codes == Codes::int8 ? kCodeRows / 2 : kCodeRows; }

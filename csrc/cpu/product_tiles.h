@@ -209,16 +209,16 @@ inline const float* factors_at_end(const Matrix& matrix, int64_t first, int64_t 
   return factors;
 }
 
-// A column of a tile is part of a row of `out`; with `pack` shares beside each other, which are added. `factors` of the rows,
-// where not null.
-void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride, const float* factors = nullptr,
-               int64_t pack = 1) {
+// A column of a tile is part of a row of `out`; with `pack` shares beside each other, which are added. `x_tiles` beside each
+// other belong to the same rows of the weight. `factors` of these rows, where not null.
+void write_out(const char* sums, int64_t x_tiles, int64_t rows, int64_t count, float* out, int64_t stride,
+               const float* factors = nullptr, int64_t pack = 1) {
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const int64_t left = rows - row;
     const __mmask16 mask = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
     const Vector factor = factors == nullptr ? broadcast(1) : load(factors + row);
     for (int64_t m = 0; m < count; ++m) {
-      const char* const tile = sums + (row / kTileRows * 2 + m / kTileRows) * kTileBytes;
+      const char* const tile = sums + (row / kTileRows * x_tiles + m / kTileRows) * kTileBytes;
       Vector values = _mm512_i32gather_ps(tile_column(), tile + m % kTileRows * 4, 4);
       for (int64_t share = 1; share < pack; ++share) {
         values = _mm512_add_ps(values, _mm512_i32gather_ps(tile_column(), tile + (m + share * kTileRows / pack) * 4, 4));

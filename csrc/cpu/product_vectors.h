@@ -144,13 +144,13 @@ inline void convert_scales(const Matrix& matrix, const RowScales& from, int64_t 
   }
 }
 
-// What the scales of a row are multiplied with.
+// Factor of a row's scales.
 inline float row_factor(const Matrix& matrix, int64_t row) {
   if (matrix.row_scales == nullptr) return 1;
   return matrix.divides ? 1 / matrix.row_scales[row] : matrix.row_scales[row];
 }
 
-// Likewise, in a form that is known; with e4m3 without row_factor.
+// As convert_scales, in a form that is known; with e4m3 without row_factor.
 template <ScaleForm kForm, bool kUnsigned>
 [[gnu::always_inline]] inline void load_scales(const Matrix& matrix, const RowScales& from_row, int64_t count, Vector& scale,
                                                Vector& minimum) {
