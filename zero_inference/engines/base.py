@@ -25,7 +25,13 @@ from zero_inference.kernels.decode_attention import attention_of
 from zero_inference.kernels.formats import WeightFormat
 from zero_inference.kv_cache.attention_patch import takes_step_masks, window_only_in_cache
 from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
-from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, sees_all_positions, supports_preallocated
+from zero_inference.kv_cache.device import (
+    DeviceKVCache,
+    PreallocatedCache,
+    sees_all_positions,
+    supports_preallocated,
+    why_not_offloaded,
+)
 from zero_inference.kv_cache.host import SLOTS, HostKVCache
 from zero_inference.models.empty_model import EmptyModel, ModelSizes, cache_class, logits_bytes
 from zero_inference.models.layers import COMPARED_BYTES, find_layers, first_layer_bytes
@@ -329,7 +335,7 @@ class EnginePlan:
             return 0  # it computes nothing
         job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
         weights, share = self.weight_bytes_on(device), self.cache_share_on(device)
-        if self.preallocated_cache or job.config.kv_offload:
+        if self.preallocated_cache or job.config.kv_offload or job.config.speculate:
             cpu_attention = job.config.kv_offload and not self.copies_kv
             cache = math.ceil(share.state * job.state_bytes()) if cpu_attention else job.cache_bytes_on(share)
             return weights + workspace + cache + job.activation_bytes
@@ -534,7 +540,7 @@ class LoadedModel:
             cache = CpuAttentionCache(*on_host, self.cpu_attention, cache_class(self.model))
         elif config.kv_offload:
             cache = HostKVCache(*on_host, cache_class(self.model))
-        elif self.preallocated_cache and supports_preallocated(self.model):
+        elif config.speculate or (self.preallocated_cache and supports_preallocated(self.model)):
             cache = DeviceKVCache(model_config, length)
         else:
             return None
@@ -544,6 +550,24 @@ class LoadedModel:
             return cache
 
         return make
+
+
+def refuse_speculation(job: Job) -> None:
+    """Raise UsageError where rejected tokens cannot be removed from the model's cache, or other tokens are fed than the model's own."""
+    if job.config.speculate is None:
+        return
+    model, asked = job.empty_model.model, f"--speculate {job.config.speculate}"
+    if job.spec.dummy_routing == "text":
+        raise UsageError(f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy.")
+    reason = why_not_offloaded(model)
+    if reason is None and not supports_preallocated(model):
+        reason = "has state besides keys and values"
+    if reason is None and job.window_only_in_cache:
+        reason = "has a sliding window that may be in transformers' cache alone"
+    if reason is not None:
+        raise UsageError(
+            f"{asked} removes rejected tokens from the KV cache, and {job.spec.config.model_type} {reason}: drop --speculate."
+        )
 
 
 def refuse_written_weights(job: Job) -> None:

@@ -273,6 +273,11 @@ class PreallocatedCache(Cache):
     def nbytes(self) -> int:
         return sum(layer.nbytes() for layer in self.preallocated)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions: like transformers' `crop`, it takes no positive number."""
+        for layer in self.preallocated:
+            layer.length += tokens_to_remove
+
     def reset(self) -> None:
         """Forget all tokens; the memory of keys and values stays allocated."""
         for layer in self.preallocated:

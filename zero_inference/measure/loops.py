@@ -1,7 +1,7 @@
 """Run and time the loops: greedy generations of equal length. Knows no engine, only a model to call.
 
 A step is timed by an event recorded after the selection of its token (a clock on a CPU), through transformers' stopping criteria, so
-that timing adds no synchronization to the step.
+that timing adds no synchronization to the step. With speculation a step is a pass that verifies several tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.correctness import LogitsCheck
+from zero_inference.measure.speculation import Speculation, generate_speculatively
 from zero_inference.measure.steadiness import relative_spread
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
@@ -51,6 +52,7 @@ def measure_loops(
     between_loops: Callable[[], None] = lambda: None,
     progress: Callable[[str, float], None] = lambda words, done: None,
     warmup_spread: float | None = None,
+    speculation: Speculation | None = None,
 ) -> Measurement:
     """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
 
@@ -64,6 +66,7 @@ def measure_loops(
         between_loops: called before each measured loop and after the last one.
         progress: called after each token with what is under way, and the tokens that are done.
         warmup_spread: ends the warm-up as soon as its latest loops are `is_steady` within this share; `warmup` is then the maximum.
+        speculation: drafts that passes of several tokens verify; it needs `make_cache`, and no `forced_tokens`.
 
     Raises RunError: logits of the first generation are not finite.
     """
@@ -82,8 +85,14 @@ def measure_loops(
             if loaded.timeline is not None:
                 loaded.timeline.restart()
 
-        generated = generate_ids(loaded, ids, gen_len, make_cache, forced_tokens, [clock], begin)
+        if speculation is None:
+            generated = generate_ids(loaded, ids, gen_len, make_cache, forced_tokens, [clock], begin)
+        else:
+            cache = make_cache()
+            generated = generate_speculatively(loaded, ids, gen_len, cache, speculation, ranks, clock.mark, begin)
         loop = clock.loop(ranks)
+        if speculation is not None:
+            loop = loop.model_copy(update={"speculation": speculation.use(ranks, generated.shape[1] - 1)})
         logits.require_finite(
             loaded.dtype, ranks, lambda tokens: generate_ids(loaded, ids, tokens, make_cache, forced_tokens)
         )
@@ -164,7 +173,7 @@ class _ForcedTokens(StoppingCriteria):
 
 
 class _StepClock(StoppingCriteria):
-    """Called by `generate` after the selection of each token; stops it once `ends_early` returns True.
+    """Called by `generate` after the selection of each token, or `mark` after each pass; ends it once `ends_early` returns True.
 
     Attributes:
         marks: at the start and at each token a CUDA event, on a CPU the clock's seconds.
@@ -189,6 +198,10 @@ class _StepClock(StoppingCriteria):
         self._mark()
 
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        return ~self.not_done if self.mark(len(self.moved) + 1) else self.not_done
+
+    def mark(self, tokens: int) -> bool:
+        """Note the time at which there are `tokens` of each sequence; return whether the generation ends early."""
         self._mark()
         self.moved.append(self.transfers.snapshot())
         if len(self.moved) == 1 and self.transfers.cpu_busy_s is not None:
@@ -197,8 +210,8 @@ class _StepClock(StoppingCriteria):
             self.prefill_busy_s = self.transfers.cpu_busy_s()
         if self.transfers.expert_counts is not None:
             self.experts.append(self.transfers.expert_counts())
-        self.report(len(self.moved))
-        return ~self.not_done if self.ends_early() else self.not_done
+        self.report(tokens)
+        return self.ends_early()
 
     def _mark(self) -> None:
         mark: Any = time.perf_counter()

@@ -28,6 +28,7 @@ from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
+from zero_inference.measure.speculation import DRAFTS, Speculation
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.mlp import detect_routers, install_routing_kernel
@@ -331,6 +332,7 @@ def measure_run(
             between_loops=link.between_loops,
             progress=task.at,
             warmup_spread=config.warmup_spread,
+            speculation=Speculation(DRAFTS[config.speculate](), config.draft_len) if config.speculate else None,
         )
     if measurement.warmed_up is False:
         progress.say(
@@ -419,7 +421,8 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
     """Return the measured part of the record, as sums and maxima over all ranks; they call it together."""
     job, loaded, measurement, link = session.plan.job, session.loaded, session.measurement, session.link
     config, ranks = job.config, job.ranks
-    batch, steps = config.batch_size, config.gen_len - 1
+    batch, tokens = config.batch_size, config.gen_len - 1  # decoded by each sequence
+    steps = len(measurement.loops[-1].step_s)  # fewer with speculation
     prefill_s, decode_s, total_s = (
         statistics.median(getattr(loop, name) for loop in measurement.loops)
         for name in ("prefill_s", "decode_s", "total_s")
@@ -452,7 +455,7 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         prefill_latency_s=prefill_s,
         prefill_throughput=batch * config.prompt_len / prefill_s,
         decode_latency_s=decode_s,
-        decode_throughput=batch * steps / decode_s if steps else None,
+        decode_throughput=batch * tokens / decode_s if tokens else None,
         total_latency_s=total_s,
         total_throughput=batch * config.gen_len / total_s,
         peak_gpu_bytes=int(peak_gpu_bytes) if link.peak_gpu_bytes is not None else None,
@@ -465,6 +468,7 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         gpus=_gpu_uses(loaded, link),
         device=str(ranks.device.type),
         experts=measurement.loops[-1].experts,
+        speculation=measurement.loops[-1].speculation,
         predicted=session.plan.predicted,
     )
 

@@ -16,7 +16,7 @@ from zero_inference.config.checks import batch_advice
 from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, OPTIONS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
-from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress
+from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress, refuse_speculation
 from zero_inference.engines.stream.blocks import why_one_device
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
@@ -183,7 +183,9 @@ class Plan:
             "peak_gpu_bytes": plan.device_peak_bytes if job.on_gpu else None,
             "peak_host_bytes": peak_host_bytes,
         }
-        if times is not None:
+        if times is not None and job.config.speculate:  # how many passes there will be is unknown
+            values |= {"prefill_s": times.prefill.seconds, "prefill_range_s": times.prefill.range_s}
+        elif times is not None:
             prefill, step = times.prefill, times.step
             values |= {"prefill_s": prefill.seconds, "prefill_range_s": prefill.range_s, "bound_by": step.bound_by}
             values["decode_s"] = step.seconds * steps
@@ -327,6 +329,7 @@ def make_plan(job: Job) -> Plan:
         raise UsageError(f"--model {job.spec.name}: {job.spec.config.model_type} {problem}; run it in transformers.")
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
+    refuse_speculation(job)
     if job.config.num_gpus is not None or len(job.devices) == 1:
         return _plan_for_devices(job)
     one = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])

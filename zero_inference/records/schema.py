@@ -64,16 +64,30 @@ class ExpertUse(Part):
     )
 
 
+class SpeculationUse(Part):
+    """Speculative decoding in the decode passes, counted; times are the maximum over ranks."""
+
+    passes: int = key("passes", "passes that verified tokens")
+    tokens_per_pass: float | None = key("token", "tokens of a sequence / `passes`; null when G = 1")
+    acceptance: list[float | None] = key(
+        "share",
+        "proposals that were accepted, by their position after the last known token; null where none was proposed",
+    )
+    draft_s: float = key("s", "time to propose tokens")
+    verify_s: float = key("s", "time of the passes")
+
+
 class Loop(Part):
     """One `generate` call; times are the maximum over ranks."""
 
     prefill_s: float = key("s", "time to first token, including its selection")
     decode_s: float = key("s", "time from the first token to the last")
     total_s: float = key("s", "prefill plus decode")
-    step_s: list[float] = key("s", "time of each decode step")
+    step_s: list[float] = key("s", "time of each decode step; with --speculate of each pass, with its draft")
     # Not written as such: the record sums `moved` over ranks, and has `experts` of the last loop.
     moved: MovedPerStep = Field(default_factory=MovedPerStep.unknown, exclude=True)
     experts: ExpertUse | None = Field(None, exclude=True)
+    speculation: SpeculationUse | None = Field(None, exclude=True)
 
 
 class MachineLoad(Part):
@@ -213,6 +227,7 @@ class Measured(Part):
     )
     device: str = key("", "cuda or cpu")
     experts: ExpertUse | None = optional("", "the expert cache while decoding, last loop", only_with=_EXPERTS)
+    speculation: SpeculationUse | None = optional("", "speculative decoding, last loop", only_with="--speculate")
     predicted: Predicted | None = optional("", "predicted before loading; see `zero-inference report --prediction`")
 
 

@@ -128,6 +128,15 @@ COLUMNS = (
     _result(
         "expert_hit_rate", "expert hits (%)", _percent, "measured.experts.hit_rate", 8, shown="present", best_first=True
     ),
+    _result(
+        "tokens_per_pass",
+        "tokens / pass",
+        decimals(2),
+        "measured.speculation.tokens_per_pass",
+        8,
+        shown="present",
+        best_first=True,
+    ),
     _result("peak_gpu_bytes", "peak GPU (GiB)", _gib, dtype="Int64", rank=6),
     *SCORES,
     _detail("prefill_throughput", "prefill (token/s)", best_first=True),

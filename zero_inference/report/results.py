@@ -13,7 +13,16 @@ from zero_inference.errors import RunError
 from zero_inference.measure import steadiness
 from zero_inference.quality import evaluate as quality
 from zero_inference.records.hardware import LinkUse, TracedLinkUse
-from zero_inference.records.schema import CpuBackendUse, DecodeGraph, EngineFacts, ExpertUse, Measured, Request, Result
+from zero_inference.records.schema import (
+    CpuBackendUse,
+    DecodeGraph,
+    EngineFacts,
+    ExpertUse,
+    Measured,
+    Request,
+    Result,
+    SpeculationUse,
+)
 from zero_inference.records.write import RunLog
 from zero_inference.report.run import model_in_short, processors_in_short, weights_in_short
 from zero_inference.utils import processes
@@ -28,6 +37,7 @@ from zero_inference.utils.format import (
 )
 
 SHOWN_TEXTS = 3
+SHOWN_POSITIONS = 4  # of proposals
 WIDEST = 100  # columns, of what a run prints
 NEAR_THE_LIMIT = 0.9  # from here on only fewer bytes help
 FAR_FROM_THE_LIMIT = 0.7
@@ -111,6 +121,7 @@ def print_results(request: Request, result: Result) -> None:
         *gpus_in_words(measured),
         cpu_in_words(measured, stream.cores) if stream else None,
         experts_in_words(measured.experts),
+        speculation_in_words(measured.speculation),
         graph_in_words(stream.decode_graph, on_gpu) if stream else None,
         steadiness.describe_slow_step(measured.spread),
     ]
@@ -190,6 +201,17 @@ def experts_in_words(use: ExpertUse | None) -> str | None:
     return (
         f"expert cache: {use.hit_rate:.1%} hits, {format_bytes(use.saved_bytes_per_step)} a step saved, "
         f"{format_bytes(use.fetched_bytes_per_step)} fetched"
+    )
+
+
+def speculation_in_words(use: SpeculationUse | None) -> str | None:
+    """Return the tokens of a pass, the acceptance of its first proposals, and the time of drafts; None without speculation."""
+    if use is None or use.tokens_per_pass is None:
+        return None
+    acceptance = ", ".join("-" if each is None else f"{each:.0%}" for each in use.acceptance[:SHOWN_POSITIONS])
+    return (
+        f"speculation: {use.tokens_per_pass:.2f} tokens a pass in {use.passes} passes, proposals accepted by position: {acceptance}; "
+        f"drafts {three_digits(use.draft_s)} s, passes {three_digits(use.verify_s)} s"
     )
 
 

@@ -50,12 +50,14 @@ ROUNDED_LAYERS = 40
 MIXTURE_FACTOR = 2
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
+SPECULATES = "--speculate verifies several tokens in a pass"
 NOT_REPLACED = "its attention is its own, and not one with sinks"
 OTHER_MASKS = "its layers attend neither to all positions nor to a window that a mask can give"
 TRIAL_DIFFERS = "in a trial, steps with given masks gave other results than its own"
 REMEDIES = {  # by reason; "use --decode-graph off" for the others
     KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
     TRACED: "drop one of the two",
+    SPECULATES: "drop one of the two",
 }
 # Arguments of a decode step that the graph reads from tensors, and values that other arguments must have
 IN_TENSORS = {"input_ids", "position_ids", "cache_position", "attention_mask", "past_key_values"}
@@ -77,6 +79,7 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
     reasons = {
         KEYS_IN_HOST: config.kv_offload,
         TRACED: config.trace is not None,
+        SPECULATES: config.speculate is not None,
         NOT_REPLACED: attention not in ("sdpa", "eager"),
         OTHER_MASKS: job.window_only_in_cache or windows_of_layers(job.spec.config, job.length) is None,
         "it dequantizes experts in groups, whose sizes the host reads": in_groups,

@@ -1,0 +1,186 @@
+"""Speculative decoding: a draft proposes tokens, and one pass of the model verifies them. Greedy ids are those of the model alone.
+
+The rows of a batch accept different numbers of tokens, but all have the same cached positions: those that the row with the fewest tokens has
+computed. In the next pass a row that is further feeds the tokens again that it knows already, and its proposals after them:
+
+    cached 6      row 0, 7 tokens: [t6 p p p p]      t: known token, p: proposal
+                  row 1, 9 tokens: [t6 t7 t8 p p]
+
+So masks and position ids are those of a prompt, for any family and attention, and the cache only has to forget its last positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from zero_inference.engines.base import LoadedModel
+from zero_inference.kv_cache.device import PreallocatedCache
+from zero_inference.records.schema import SpeculationUse
+from zero_inference.utils.ranks import Ranks
+
+LONGEST_NGRAM = 8
+
+
+class Draft(Protocol):
+    def begin(self, rows: int) -> None:
+        """Forget all texts; a generation of `rows` sequences begins."""
+
+    def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
+        """Return up to `counts[row]` token ids that may follow each of `texts`, which begin with those of the call before."""
+
+
+class NgramDraft:
+    """Proposes the tokens after the latest earlier occurrence of a text's last tokens, of as many of these as have occurred."""
+
+    def begin(self, rows: int) -> None:
+        # of each row: n-gram -> index of the token after it; n-grams of the tokens before `indexed` are there
+        self.followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
+        self.indexed = [1] * rows
+
+    def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
+        return [self._continue(row, text, count) for row, (text, count) in enumerate(zip(texts, counts))]
+
+    def _continue(self, row: int, text: list[int], count: int) -> list[int]:
+        followers = self.followers[row]
+        for end in range(self.indexed[row], len(text)):
+            for n in range(1, min(LONGEST_NGRAM, end) + 1):
+                followers[tuple(text[end - n : end])] = end
+        self.indexed[row] = len(text)
+        last = tuple(text[-LONGEST_NGRAM:])
+        found = (followers.get(last[-n:]) for n in range(len(last), 0, -1))
+        start = next((at for at in found if at is not None), None)
+        if start is None:
+            return []
+        continued = text[start:]  # may reach the end of the text, and go on with its own proposals
+        for index in range(count - len(continued)):
+            continued.append(continued[index])
+        return continued[:count]
+
+
+DRAFTS: dict[str, Callable[[], Draft]] = {"ngram": NgramDraft}
+
+
+@dataclass
+class Speculation:
+    """Proposals and their verification in the decode passes of one generation.
+
+    Attributes:
+        proposed, accepted: proposals by their position after the last known token, summed over the rows.
+        draft_s, verify_s: seconds of drafts and of passes of the model.
+    """
+
+    draft: Draft
+    draft_len: int
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    passes: int = 0
+
+    def restart(self, rows: int) -> None:
+        self.proposed, self.accepted = [0] * self.draft_len, [0] * self.draft_len
+        self.draft_s = self.verify_s = 0.0
+        self.passes = 0
+        self.draft.begin(rows)
+
+    def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
+        start = time.perf_counter()
+        proposals = self.draft.propose(texts, counts)
+        self.draft_s += time.perf_counter() - start
+        return proposals
+
+    def accept(self, proposals: Sequence[int], predicted: Sequence[int]) -> list[int]:
+        """Return the tokens that follow a text: accepted `proposals`, and the first token that the model `predicted` instead or after
+        them. `predicted[i]` follows the text and i proposals."""
+        accepted = 0
+        while accepted < len(proposals) and proposals[accepted] == predicted[accepted]:
+            accepted += 1
+        for position in range(len(proposals)):
+            self.proposed[position] += 1
+            self.accepted[position] += position < accepted
+        return [*proposals[:accepted], predicted[accepted]]
+
+    def use(self, ranks: Ranks, tokens: int) -> SpeculationUse:
+        """Return the sums over all ranks, which call it together, for the record; `tokens`: decoded by each sequence."""
+        proposed, accepted = (
+            [sum(each) for each in zip(*ranks.gather_objects(counts))] for counts in (self.proposed, self.accepted)
+        )
+        draft_s, verify_s = ranks.maximum([self.draft_s, self.verify_s])
+        return SpeculationUse(
+            passes=self.passes,
+            tokens_per_pass=tokens / self.passes if self.passes else None,
+            acceptance=[right / each if each else None for right, each in zip(accepted, proposed)],
+            draft_s=draft_s,
+            verify_s=verify_s,
+        )
+
+
+@torch.no_grad()
+def generate_speculatively(
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    gen_len: int,
+    cache: PreallocatedCache,
+    speculation: Speculation,
+    ranks: Ranks,
+    after_pass: Callable[[int], bool],
+    begin: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Return the greedily selected ids int64 [B, gen_len], on the host; fewer if `after_pass` ends the generation.
+
+    Args:
+        ids: int64 [B, prompt_len].
+        cache: empty, for prompt_len + gen_len positions.
+        after_pass: called after the prefill and each later pass with the tokens that every sequence has; returns whether to end.
+        begin: called when inputs are there.
+    """
+    texts: list[list[int]] = ids.tolist()
+    prompt_len, end = ids.shape[1], ids.shape[1] + gen_len
+    speculation.restart(len(texts))
+    inputs = ids.to(loaded.device)
+    begin()
+    for text, predicted in zip(texts, _predict(loaded, inputs, cache, last_only=True)):
+        text += predicted
+    ended = after_pass(1)
+    # ranks that are done go on with the others, which gather weights with them
+    while not ended and ranks.maximum([float(min(map(len, texts)) < end)])[0]:
+        shortest = min(map(len, texts))
+        cached = shortest - 1
+        most = max(1, min(2 * speculation.draft_len + 1, end - 1 - cached))  # positions of a pass
+        known = [text[cached:][:most] for text in texts]
+        counts = [min(speculation.draft_len, most - len(each)) for each in known]
+        proposals = speculation.propose(texts, counts)
+        rows = [each + proposed for each, proposed in zip(known, proposals)]
+        width = max(len(row) for row, text in zip(rows, texts) if len(text) < end or shortest == end)
+        padded = torch.tensor([(row + row[-1:] * width)[:width] for row in rows], device=loaded.device)
+        start = time.perf_counter()
+        predictions = _predict(loaded, padded, cache)
+        speculation.verify_s += time.perf_counter() - start
+        speculation.passes += 1
+        for text, proposed, predicted in zip(texts, proposals, predictions):
+            before = len(text) - cached  # tokens of this pass that were known
+            if len(text) < end and before <= width:
+                text += speculation.accept(proposed, predicted[before - 1 :])
+        cache.crop(min(map(len, texts)) - 1 - cached - width)
+        ended = after_pass(min(map(len, texts)) - prompt_len)
+    return torch.tensor([text[prompt_len : min(map(len, texts))] for text in texts])
+
+
+def _predict(loaded: LoadedModel, ids: torch.Tensor, cache: PreallocatedCache, last_only: bool = False) -> list[list[int]]:
+    """Return the likeliest next token after each of `ids` [B, W], which follow the positions of `cache`: [B, W], or [B, 1]."""
+    batch, width = ids.shape
+    length = cache.get_seq_length() + width
+    given: dict[str, Any] = {"attention_mask": torch.ones(batch, length, dtype=torch.int64, device=ids.device)}
+    taken = inspect.signature(loaded.model.forward).parameters
+    if "position_ids" in taken:
+        given["position_ids"] = torch.arange(length - width, length, device=ids.device).expand(batch, width)
+    if "logits_to_keep" in taken and last_only:
+        given["logits_to_keep"] = 1
+    logits = loaded.model(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
+    return (logits[:, -1:] if last_only else logits).argmax(-1).tolist()
