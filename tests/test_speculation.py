@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.session import output_ids_sha256
-from zero_inference.measure.speculation import NgramDraft, Speculation, generate_speculatively
+from zero_inference.measure.speculation import NgramDraft, Speculation, generate_speculatively, make_draft
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, make_plan
@@ -33,7 +34,7 @@ class ScriptedDraft:
     def __init__(self, right: list[list[int]], wrong: float):
         self.right, self.wrong, self.random = right, wrong, random.Random(0)
 
-    def begin(self, rows):
+    def begin(self, rows, cache):
         assert rows == len(self.right)
 
     def propose(self, texts, counts):
@@ -84,7 +85,11 @@ def config_for(folder: Path, batch: int, draft_len: int, **options) -> RunConfig
 
 
 def load(config: RunConfig) -> LoadedModel:
-    return make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks())).load()
+    plan = make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks()))
+    loaded = plan.load()
+    if plan.draft is not None:
+        loaded.draft = plan.draft.load()
+    return loaded
 
 
 def generate(loaded: LoadedModel, config: RunConfig, prompts: torch.Tensor, draft) -> tuple[torch.Tensor, Speculation]:
@@ -121,6 +126,45 @@ def test_ids_are_those_of_plain_transformers_whatever_is_proposed(family, kv_off
     loaded.close()
 
 
+@pytest.fixture
+def small_draft(folder_of, tmp_path, monkeypatch):
+    """A model with other weights and fewer layers than the family's."""
+
+    def made(family: str) -> Path:
+        monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"n_layer": 2, "num_hidden_layers": 2})
+        model = build_model(family)
+        model.save_pretrained(tmp_path / "draft")
+        return tmp_path / "draft"
+
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_offload", [False, True])
+@pytest.mark.parametrize("draft", ["self 4", "self 16", "a smaller model"])
+def test_ids_are_those_of_plain_transformers_with_a_model_as_draft(
+    draft, kv_offload, family, folder_of, reference, small_draft
+):
+    prompts, expected = reference(family)
+    name, _, bits = draft.partition(" ")
+    own = dict(speculate="self", draft_bits=int(bits)) if name == "self" else dict(speculate=str(small_draft(family)))
+    common = dict(engine="resident", kv_offload=kv_offload)
+    loaded = load(replace(config_for(folder_of(family), BATCH, 12, **common), **own).validate())
+    for batch, draft_len in ((1, 3), (3, 12), (BATCH, 4)):
+        config = replace(config_for(folder_of(family), batch, draft_len, **common), **own)
+        proposing = make_draft(loaded, config)
+        for _ in range(2):  # the second generation in the same cache
+            ids, speculation = generate(loaded, config, prompts[:batch], proposing)
+            assert torch.equal(ids, expected[:batch])
+        if draft == "self 16":  # it is right always
+            assert speculation.passes == -(-(GEN - 1) // (draft_len + 1))
+            assert speculation.accepted == speculation.proposed
+        elif draft == "self 4":
+            assert sum(speculation.accepted) > 0
+    loaded.draft.close()
+    loaded.close()
+
+
 WAYS = {
     "deepspeed": "--cpu-offload",
     "deepspeed-kv": "--cpu-offload --kv-offload",
@@ -129,6 +173,9 @@ WAYS = {
     "stream-half": "--engine stream --gpu-memory 0.0001",
     "stream-kv": "--engine stream --kv-offload",
     "stream-cpu": "--engine stream --gpu-memory 0 --cpu-compute 1",
+    "self": "--engine stream --gpu-memory 0",
+    "self-deepspeed": "--cpu-offload",
+    "self-kv": "--engine stream --gpu-memory 0 --kv-offload",
 }
 
 
@@ -137,7 +184,8 @@ WAYS = {
 def test_runs_of_every_engine_give_the_ids_of_plain_transformers(family, way, folder_of, reference, tmp_path):
     _, expected = reference(family)
     options = f"--model {folder_of(family)} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 2"
-    assert main(["run_model.py", *f"{options} --speculate ngram --log-file {tmp_path}/run.log {WAYS[way]}".split()]) == 0
+    draft = "self" if way.startswith("self") else "ngram"
+    assert main(["run_model.py", *f"{options} --speculate {draft} --log-file {tmp_path}/run.log {WAYS[way]}".split()]) == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["output_ids_sha256"] == output_ids_sha256(expected)
     use = record["speculation"]
@@ -192,7 +240,7 @@ def test_nothing_grows_over_a_thousand_passes(folder_of, reference):
 
 def test_ngrams_continue_the_longest_and_latest_match():
     draft = NgramDraft()
-    draft.begin(3)
+    draft.begin(3, None)
     texts = [[7, 1, 2, 3, 9, 2, 3, 4, 1, 2, 3], [1, 2, 3, 4], [5, 6, 5, 6, 5]]
     assert draft.propose(texts, [3, 3, 6]) == [[9, 2, 3], [], [6, 5, 6, 5, 6, 5]]
     texts[0] += [4, 8, 3]
@@ -217,6 +265,12 @@ def refusal(options: list[str], tmp_path: Path, capfd) -> str:
 )
 def test_options_that_exclude_speculation_are_refused(options, words, tmp_path, capfd):
     assert words in refusal(options, tmp_path, capfd)
+
+
+def test_a_draft_with_another_tokenizer_is_refused(smollm2_folder, tmp_path, capfd):
+    command = ["run_model.py", str(smollm2_folder), "--speculate", "opt-125m", "--log-dir", str(tmp_path / "logs")]
+    assert main(command) == 2
+    print(capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(

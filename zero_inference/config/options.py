@@ -22,7 +22,7 @@ GOALS = ("throughput", "latency", "memory")
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 NORM_KERNELS = (AUTO, "cuda", "off")
 CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
-DRAFTS = ("ngram",)
+NGRAM, SELF = "ngram", "self"  # drafts that are no models of their own
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
 LONGEST_PROMPT = 0  # as prompt_len: the tokens of the longest --prompt
@@ -149,10 +149,13 @@ class Options:
     speculate: str | None = _work(
         None,
         "let a draft propose tokens that one pass of the model verifies; greedy tokens stay the same. ngram: what followed the last "
-        "tokens earlier in prompt or text",
-        choices=DRAFTS,
+        "tokens earlier in prompt or text; self: the model with weights of --draft-bits on the GPU; else a smaller model with the same "
+        "tokenizer: hub name, local folder or preset",
+        metavar="ngram|self|MODEL",
+        path="home",
         default_help="off",
     )
+    draft_bits: int = _work(4, "bits of a stored weight of the draft", choices=(16, 8, 4), needs=("speculate",))
     draft_len: int = _work(8, "most tokens that a draft proposes for a pass", least=1, most=64, needs=("speculate",))
     seed: int = _work(0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, of_load=True)
 

@@ -527,6 +527,7 @@ class LoadedModel:
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()
     devices: tuple[torch.device, ...] = ()  # all that this process drives, `device` first
+    draft: LoadedModel | None = None  # the model that proposes tokens which this one verifies
 
     def __post_init__(self) -> None:
         self.devices = self.devices or (self.device,)
@@ -552,11 +553,13 @@ class LoadedModel:
         return make
 
 
-def refuse_speculation(job: Job) -> None:
-    """Raise UsageError where rejected tokens cannot be removed from the model's cache, or other tokens are fed than the model's own."""
-    if job.config.speculate is None:
-        return
-    model, asked = job.empty_model.model, f"--speculate {job.config.speculate}"
+def refuse_speculation(job: Job, asked: str) -> None:
+    """Raise UsageError where rejected tokens cannot be removed from the model's cache, or other tokens are fed than the model's own.
+
+    Args:
+        asked: the option, for the message.
+    """
+    model = job.empty_model.model
     if job.spec.dummy_routing == "text":
         raise UsageError(f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy.")
     reason = why_not_offloaded(model)

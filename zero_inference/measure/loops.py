@@ -254,6 +254,7 @@ class _StepClock(StoppingCriteria):
             step_s=[after - before for before, after in zip(token_s, token_s[1:])],
             moved=moved,
             experts=experts,
+            speculation=None,
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from zero_inference.config.options import SELF
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.engines.stream.streams import Timeline
@@ -28,7 +29,7 @@ from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
-from zero_inference.measure.speculation import DRAFTS, Speculation
+from zero_inference.measure.speculation import Speculation, make_draft
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.mlp import detect_routers, install_routing_kernel
@@ -279,7 +280,24 @@ def loaded_model(
         closing.enter_context(install_routing_kernel(loaded.model, routers))
         for device in loaded.devices if with_kernels else ():
             closing.enter_context(rotary_kernel(loaded.model, device, job.spec.dtype))
+        if plan.draft is not None:
+            progress.say(f"loading the draft: {plan.draft.describe()}")
+            with contextlib.redirect_stdout(sys.stderr):
+                loaded.draft = plan.draft.load()
+            closing.callback(loaded.draft.close)
+            if job.config.speculate == SELF:
+                share_parameters(loaded.draft.model, loaded.model)
         yield loaded, load_s, lambda: reference.compare(loaded, progress.say)
+
+
+def share_parameters(draft: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Let `draft` use the parameters of `model` that both have in the same form on the same device, instead of its own copies."""
+    others = dict(model.named_parameters())
+    for name, own in draft.named_parameters():
+        other = others.get(name)
+        same = other is not None and (own.shape, own.dtype, own.device) == (other.shape, other.dtype, other.device)
+        if same and own.numel():
+            own.data = other.data
 
 
 def has_kernels(job: Job, progress: Progress) -> bool:
@@ -332,7 +350,7 @@ def measure_run(
             between_loops=link.between_loops,
             progress=task.at,
             warmup_spread=config.warmup_spread,
-            speculation=Speculation(DRAFTS[config.speculate](), config.draft_len) if config.speculate else None,
+            speculation=Speculation(make_draft(loaded, config), config.draft_len) if config.speculate else None,
         )
     if measurement.warmed_up is False:
         progress.say(

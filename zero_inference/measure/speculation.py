@@ -19,8 +19,10 @@ from typing import Any, Protocol
 
 import torch
 
+from zero_inference.config.options import SELF
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
-from zero_inference.kv_cache.device import PreallocatedCache
+from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache
 from zero_inference.records.schema import SpeculationUse
 from zero_inference.utils.ranks import Ranks
 
@@ -28,8 +30,8 @@ LONGEST_NGRAM = 8
 
 
 class Draft(Protocol):
-    def begin(self, rows: int) -> None:
-        """Forget all texts; a generation of `rows` sequences begins."""
+    def begin(self, rows: int, cache: PreallocatedCache) -> None:
+        """Forget all texts; a generation of `rows` sequences begins, with the KV cache of the model that verifies."""
 
     def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
         """Return up to `counts[row]` token ids that may follow each of `texts`, which begin with those of the call before."""
@@ -38,7 +40,7 @@ class Draft(Protocol):
 class NgramDraft:
     """Proposes the tokens after the latest earlier occurrence of a text's last tokens, of as many of these as have occurred."""
 
-    def begin(self, rows: int) -> None:
+    def begin(self, rows: int, cache: PreallocatedCache) -> None:
         # of each row: n-gram -> index of the token after it; n-grams of the tokens before `indexed` are there
         self.followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
         self.indexed = [1] * rows
@@ -63,7 +65,57 @@ class NgramDraft:
         return continued[:count]
 
 
-DRAFTS: dict[str, Callable[[], Draft]] = {"ngram": NgramDraft}
+class ModelDraft:
+    """Proposes the likeliest tokens of a model, computed one by one.
+
+    Args:
+        make_cache: returns an empty KV cache of this model; None: it has the layers of the model that verifies, and continues its cache.
+            Verifying overwrites what it wrote there.
+        vocab_size: ids that the model that verifies knows.
+    """
+
+    def __init__(self, loaded: LoadedModel, vocab_size: int, make_cache: Callable[[], PreallocatedCache] | None = None):
+        self.loaded, self.vocab_size, self.make_cache = loaded, vocab_size, make_cache
+
+    def begin(self, rows: int, cache: PreallocatedCache) -> None:
+        self.cache = cache if self.make_cache is None else self.make_cache()
+
+    def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
+        cache, device = self.cache, self.loaded.device
+        shortest, end = min(map(len, texts)), max(len(text) + count for text, count in zip(texts, counts))
+        if shortest == end:
+            return [[] for _ in texts]
+        if self.make_cache is not None:
+            cache.crop(min(0, shortest - 1 - cache.get_seq_length()))
+        begin = cache.get_seq_length()
+        known = torch.tensor([(text[begin:end] + [0] * end)[: end - begin] for text in texts], device=device)
+        lengths = torch.tensor([len(text) for text in texts], device=device)
+        ids, found = known[:, : shortest - begin], []
+        for position in range(shortest, end):  # the host waits for none of these steps
+            found.append(next_tokens(self.loaded, ids, cache, last_only=True, vocab_size=self.vocab_size))
+            ids = torch.where((lengths > position)[:, None], known[:, position - begin, None], found[-1])
+        if self.make_cache is None:
+            cache.crop(begin - cache.get_seq_length())
+        proposals = torch.cat(found, 1).tolist()
+        starts = [len(text) - shortest for text in texts]
+        return [row[start : start + count] for row, start, count in zip(proposals, starts, counts)]
+
+
+def make_draft(loaded: LoadedModel, config: RunConfig) -> Draft:
+    """Return the draft of `--speculate`."""
+    draft = loaded.draft
+    if draft is None:
+        return NgramDraft()
+    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    if config.speculate == SELF:
+        return ModelDraft(draft, vocab_size)
+    cache = DeviceKVCache(draft.model.config, config.positions)
+
+    def make_cache() -> PreallocatedCache:
+        cache.reset()
+        return cache
+
+    return ModelDraft(draft, vocab_size, make_cache)
 
 
 @dataclass
@@ -83,11 +135,11 @@ class Speculation:
     verify_s: float = 0.0
     passes: int = 0
 
-    def restart(self, rows: int) -> None:
+    def restart(self, rows: int, cache: PreallocatedCache) -> None:
         self.proposed, self.accepted = [0] * self.draft_len, [0] * self.draft_len
         self.draft_s = self.verify_s = 0.0
         self.passes = 0
-        self.draft.begin(rows)
+        self.draft.begin(rows, cache)
 
     def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
         start = time.perf_counter()
@@ -142,10 +194,10 @@ def generate_speculatively(
     """
     texts: list[list[int]] = ids.tolist()
     prompt_len, end = ids.shape[1], ids.shape[1] + gen_len
-    speculation.restart(len(texts))
+    speculation.restart(len(texts), cache)
     inputs = ids.to(loaded.device)
     begin()
-    for text, predicted in zip(texts, _predict(loaded, inputs, cache, last_only=True)):
+    for text, predicted in zip(texts, next_tokens(loaded, inputs, cache, last_only=True).tolist()):
         text += predicted
     ended = after_pass(1)
     # ranks that are done go on with the others, which gather weights with them
@@ -160,7 +212,7 @@ def generate_speculatively(
         width = max(len(row) for row, text in zip(rows, texts) if len(text) < end or shortest == end)
         padded = torch.tensor([(row + row[-1:] * width)[:width] for row in rows], device=loaded.device)
         start = time.perf_counter()
-        predictions = _predict(loaded, padded, cache)
+        predictions = next_tokens(loaded, padded, cache).tolist()
         speculation.verify_s += time.perf_counter() - start
         speculation.passes += 1
         for text, proposed, predicted in zip(texts, proposals, predictions):
@@ -172,8 +224,19 @@ def generate_speculatively(
     return torch.tensor([text[prompt_len : min(map(len, texts))] for text in texts])
 
 
-def _predict(loaded: LoadedModel, ids: torch.Tensor, cache: PreallocatedCache, last_only: bool = False) -> list[list[int]]:
-    """Return the likeliest next token after each of `ids` [B, W], which follow the positions of `cache`: [B, W], or [B, 1]."""
+def next_tokens(
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    cache: PreallocatedCache,
+    last_only: bool = False,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Return the likeliest token after each of `ids` int64 [B, W], which follow the positions of `cache`: int64 [B, W].
+
+    Args:
+        last_only: only after the last ones, [B, 1].
+        vocab_size: the likeliest of the ids below it; None: of all.
+    """
     batch, width = ids.shape
     length = cache.get_seq_length() + width
     given: dict[str, Any] = {"attention_mask": torch.ones(batch, length, dtype=torch.int64, device=ids.device)}
@@ -183,4 +246,4 @@ def _predict(loaded: LoadedModel, ids: torch.Tensor, cache: PreallocatedCache, l
     if "logits_to_keep" in taken and last_only:
         given["logits_to_keep"] = 1
     logits = loaded.model(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
-    return (logits[:, -1:] if last_only else logits).argmax(-1).tolist()
+    return (logits[:, -1:] if last_only else logits)[..., :vocab_size].argmax(-1)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, OPTIONS
+from zero_inference.config.option import AUTO
+from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, NGRAM, OPTIONS, SELF
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress, refuse_speculation
@@ -25,10 +26,10 @@ from zero_inference.hardware.machine import Machine
 from zero_inference.kernels.decode_attention import using_prompt_attention
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
-from zero_inference.models.spec import ModelSpec
+from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.norms.patch import check_norm_kernels_option
 from zero_inference.planning.cost import RANGES, NotPredictable, Times, predict_load_s, predict_times
-from zero_inference.planning.memory import Need, memory_needs
+from zero_inference.planning.memory import HOST_MEMORY, Need, memory_needs
 from zero_inference.records.schema import Predicted
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
@@ -102,10 +103,15 @@ class Plan:
     engine_plan: EnginePlan  # the placement
     measured_tokens_per_s: float | None = None  # of decoding, where `zero-inference plan --verify` ran it
     failed: bool = False  # that run failed
+    draft: Plan | None = None  # of the model that proposes tokens
 
     @functools.cached_property
     def needs(self) -> list[Need]:
-        return memory_needs(self.engine_plan)
+        needs = memory_needs(self.engine_plan)
+        if self.draft is None or self.job.on_gpu:  # a GPU's free memory is without what the draft takes
+            return needs
+        taken = draft_bytes(self.draft, self.job.config)
+        return [replace(each, needed_bytes=each.needed_bytes + taken * (each.place == HOST_MEMORY)) for each in needs]
 
     @property
     def fits(self) -> bool:
@@ -183,6 +189,9 @@ class Plan:
             "peak_gpu_bytes": plan.device_peak_bytes if job.on_gpu else None,
             "peak_host_bytes": peak_host_bytes,
         }
+        if self.draft is not None:
+            place = "peak_gpu_bytes" if job.on_gpu else "peak_host_bytes"
+            values[place] = values[place] and values[place] + draft_bytes(self.draft, job.config)
         if times is not None and job.config.speculate:  # how many passes there will be is unknown
             values |= {"prefill_s": times.prefill.seconds, "prefill_range_s": times.prefill.range_s}
         elif times is not None:
@@ -311,7 +320,83 @@ def with_options(job: Job, config: RunConfig) -> Job:
     return replace(job, config=config, devices=devices, free_by_device=job.machine.free_device_bytes(devices))
 
 
+def plan_draft(job: Job) -> Plan | None:
+    """Return the plan of the model of `--speculate`: by the stream engine, on the first device alone; None without one.
+
+    Raises UsageError: it has another tokenizer, its cache cannot forget tokens, or the device cannot hold all of its weights.
+    """
+    config, name = job.config, job.config.speculate
+    if name in (None, NGRAM):
+        return None
+    if len(job.devices) > 1:
+        raise UsageError(f"--speculate {name}: the draft and the model are on one GPU; add --num-gpus 1.")
+    same = "batch_size prompt_len gen_len dtype dummy dummy_routing trust_remote_code seed decode_graph verbose".split()
+    own = RunConfig(
+        **{each: getattr(config, each) for each in same},
+        model=config.model if name == SELF else name,
+        engine="stream",
+        quant_bits=config.draft_bits,
+        cpu_compute="off" if job.on_gpu else AUTO,
+    ).validate()
+
+    def build() -> tuple[ModelSpec, EmptyModel]:
+        spec = job.spec if name == SELF else resolve_model(own, job.ranks.device.type)
+        return spec, build_empty_model(spec)
+
+    spec, empty_model = job.empty_model.cached(("draft", name), build)
+    if name != SELF:
+        _check_same_tokenizer(job.spec, spec)
+    draft = replace(job, config=own, spec=spec, empty_model=empty_model)
+    if name != SELF:
+        refuse_speculation(draft, f"--speculate {name}")
+    plan = Plan(draft, engine_module(own.engine).plan(draft))
+    if plan.engine_plan.footprint.host and job.on_gpu:
+        raise DoesNotFit(
+            f"--speculate {name}: the draft has {format_bytes(plan.engine_plan.weight_bytes)} of weights, and "
+            f"{format_bytes(job.free_device_bytes or 0)} are free on the GPU: use --speculate ngram or a smaller model."
+        )
+    return plan
+
+
+def _check_same_tokenizer(spec: ModelSpec, draft: ModelSpec) -> None:
+    one, other = load_tokenizer(spec), load_tokenizer(draft)
+    same = (
+        spec.text_config.vocab_size == draft.text_config.vocab_size
+        if one is None or other is None
+        else one.get_vocab() == other.get_vocab()
+    )
+    if not same:
+        raise UsageError(
+            f"--speculate {draft.name}: its tokenizer has other tokens than that of {spec.name}; use a model of the same family."
+        )
+
+
+def draft_bytes(draft: Plan, config: RunConfig) -> int:
+    """Return the bytes of a draft's weights, and of its KV cache if it has its own."""
+    own_cache = 0 if config.speculate == SELF else draft.job.kv_bytes()
+    return draft.engine_plan.weight_bytes_on(0) + (0 if draft.job.on_gpu else draft.engine_plan.footprint.host) + own_cache
+
+
 def make_plan(job: Job) -> Plan:
+    """Return `plan_weights` of `job`, beside those of its draft.
+
+    Raises UsageError: as `plan_weights` and `plan_draft`.
+    """
+    if job.config.speculate is None:
+        return plan_weights(job)
+    asked = f"--speculate {job.config.speculate}"
+    refuse_speculation(job, asked)
+    if job.config.speculate != NGRAM and len(job.devices) > 1 and job.config.num_gpus is None:
+        job = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
+    draft = plan_draft(job)
+    if draft is None:
+        return plan_weights(job)
+    taken = draft_bytes(draft, job.config)
+    free = tuple(max(0, each - taken) for each in job.free_by_device)
+    return replace(plan_weights(replace(job, free_by_device=free)), draft=draft)
+
+
+def plan_weights(job: Job) -> Plan:
     """Place the weights of `job` without loading anything.
 
     Unless `--num-gpus` is given, the plan uses all of `job.devices` if they gain enough, otherwise the first alone.
@@ -329,7 +414,6 @@ def make_plan(job: Job) -> Plan:
         raise UsageError(f"--model {job.spec.name}: {job.spec.config.model_type} {problem}; run it in transformers.")
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
-    refuse_speculation(job)
     if job.config.num_gpus is not None or len(job.devices) == 1:
         return _plan_for_devices(job)
     one = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
