@@ -131,6 +131,13 @@ class Job:
         return self.config.batch_size // self.ranks.world_size
 
     @property
+    def step_tokens(self) -> int:
+        """Most tokens of a rank's decode step; speculation verifies several of each sequence."""
+        if self.config.speculate is None:
+            return self.rank_batch
+        return self.rank_batch * most_positions(self.config.draft_len, self.rank_batch)
+
+    @property
     def length(self) -> int:  # prompt and generated tokens of a sequence
         return self.config.positions
 
@@ -551,6 +558,11 @@ class LoadedModel:
             return cache
 
         return make
+
+
+def most_positions(draft_len: int, rows: int) -> int:
+    """Return the most positions of a pass that verifies proposals: in a batch, rows that are further feed known tokens again."""
+    return draft_len + 1 if rows == 1 else 2 * draft_len + 1
 
 
 def refuse_speculation(job: Job, asked: str) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from zero_inference.config.options import SELF
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import LoadedModel
+from zero_inference.engines.base import LoadedModel, most_positions
 from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache
 from zero_inference.records.schema import SpeculationUse
 from zero_inference.utils.ranks import Ranks
@@ -204,7 +204,7 @@ def generate_speculatively(
     while not ended and ranks.maximum([float(min(map(len, texts)) < end)])[0]:
         shortest = min(map(len, texts))
         cached = shortest - 1
-        most = max(1, min(2 * speculation.draft_len + 1, end - 1 - cached))  # positions of a pass
+        most = max(1, min(most_positions(speculation.draft_len, len(texts)), end - 1 - cached))
         known = [text[cached:][:most] for text in texts]
         counts = [min(speculation.draft_len, most - len(each)) for each in known]
         proposals = speculation.propose(texts, counts)

@@ -165,10 +165,10 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         )
     text = job.spec.text_config
     heads = query_heads_per_kv_head(text) if can_attend else 0
-    work = CpuWorkload(job.spec.dtype, _scheme_of_rates(job, placement), job.rank_batch, text.hidden_size, heads)
+    work = CpuWorkload(job.spec.dtype, _scheme_of_rates(job, placement), job.step_tokens, text.hidden_size, heads)
     measured = job.machine.concurrent_rates(job.devices, cpus, work)  # or why there are none
     rates = measured if isinstance(measured, ConcurrentRates) else None
-    placement = replace(placement, decode_tokens=job.rank_batch)
+    placement = replace(placement, decode_tokens=job.step_tokens)
     kv_bytes, kv_slowness = job.mean_kv_bytes if config.kv_offload else 0, 1.0
     profile = None if config.pin_kv_cache else job.machine.profile()
     if rates is not None and profile is not None and profile.pageable_link_gb_per_s:
@@ -176,7 +176,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     plan = CpuPlan(
         cpus,
         share=0.0,
-        decode_rows=job.rank_batch,
+        decode_rows=job.step_tokens,
         rates=rates,
         attends=can_attend,
         kv_bytes=kv_bytes,

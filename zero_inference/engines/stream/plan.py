@@ -96,7 +96,7 @@ class StreamPlan(EnginePlan):
     def fetched_bytes_on(self, device: int) -> int:
         placement, experts = self.placement, self.placement.cpu_experts
         share = len(placement.on(device, experts)) / max(1, len(experts))
-        rows = self.job.rank_batch * placement.embedding_row_bytes if device == 0 else 0
+        rows = self.job.step_tokens * placement.embedding_row_bytes if device == 0 else 0
         streamed = placement.nbytes_of(placement.on(device, placement.streamed))
         return streamed + round(share * placement.fetched_expert_bytes) + rows
 
@@ -335,7 +335,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         weight_bytes=placement.stored_bytes,
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
-        + job.rank_batch * placement.embedding_row_bytes,
+        + job.step_tokens * placement.embedding_row_bytes,
         cpu_bytes=0 if cpu is None else placement.computed_bytes + (cpu.kv_bytes if attends else 0),
         copies_kv=not attends,
         preallocated_cache=takes_cache(job.empty_model.model) and not job.window_only_in_cache,
@@ -416,7 +416,7 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     on_device = (block for index, block in enumerate(placement.blocks) if index not in placement.cpu_computed)
     stored = (each for block in on_device for each in block.layout.parameters)
     in_groups = (0 < each.expert_group < each.plain.shape[0] for each in stored)
-    return job.on_gpu and job.rank_batch > FUSED_ROWS and any(in_groups)
+    return job.on_gpu and job.step_tokens > FUSED_ROWS and any(in_groups)
 
 
 def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
