@@ -19,7 +19,7 @@ from zero_inference.planning import search
 from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit, faster_than, what_does_not_fit
 from zero_inference.planning.cost import Times, seconds_in_words
 from zero_inference.planning.memory import HOST_MEMORY, log_sizes, without_page_locked
-from zero_inference.planning.plan import Plan, make_plan
+from zero_inference.planning.plan import Plan, draft_bytes, make_plan
 from zero_inference.planning.roofline import planned_step_bound
 from zero_inference.planning.search import SearchResult, pareto_front
 from zero_inference.records.hardware import RATE_WORDS
@@ -242,6 +242,9 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
     cache = f"{format_bytes(log_sizes(job)['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"
     rows += [("weights", weights), ("", job.conversion or ""), ("KV cache", cache)]
+    if plan is not None and plan.draft is not None:
+        taken = format_bytes(draft_bytes(plan.draft, config))
+        rows.append(("draft", f"{plan.draft.describe()}, {taken}, proposes up to {config.draft_len} tokens"))
     if plan is not None:
         rows += plan.describe_gpus()
         rows += [("decode", line) for line in plan.engine_plan.in_words()] + [("experts", plan.unchosen_experts or "")]

@@ -392,8 +392,9 @@ def make_plan(job: Job) -> Plan:
     if draft is None:
         return plan_weights(job)
     taken = draft_bytes(draft, job.config)
-    free = tuple(max(0, each - taken) for each in job.free_by_device)
-    return replace(plan_weights(replace(job, free_by_device=free)), draft=draft)
+    left = tuple(max(0, each - taken) for each in job.free_by_device)
+    plan = plan_weights(replace(job, free_by_device=left))  # whose engine plan keeps what is left; a plan made of this one starts anew
+    return replace(plan, job=job, draft=draft)
 
 
 def plan_weights(job: Job) -> Plan:

@@ -1,0 +1,191 @@
+"""Measure speculative decoding: what it costs and gains at an assumed acceptance, and the acceptance of real text.
+
+    python benchmarks/speculation.py cost [--acceptance 0.5 0.76 0.9] [--draft-lens 8 16] [--device-memory GIB] -- RUN OPTIONS
+    python benchmarks/speculation.py acceptance [--drafts ngram self:4 self:8] [--draft-lens 4 8 16] -- RUN OPTIONS
+
+cost: the run of these options, and the same without --speculate. Drafts and passes are those of a run, and so are their times; how many
+proposals count as accepted is assumed: this share of each pass's proposals, on average. So the tokens are not the model's.
+
+acceptance: tokens per pass and the share of proposals that are accepted, for each kind of text in `benchmarks/prompts`, one file a kind
+and one prompt a line, a sequence at a time. Ids are compared with those without a draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from pandas import DataFrame
+
+from zero_inference.config.run_config import RunConfig, parse_options
+from zero_inference.engines.base import LoadedModel
+from zero_inference.hardware.machine import Machine
+from zero_inference.measure.loops import measure_loops
+from zero_inference.measure.session import loaded_model
+from zero_inference.measure.speculation import Speculation, make_draft
+from zero_inference.models.prompts import encode_prompts, prompt_ids
+from zero_inference.models.spec import load_tokenizer, resolve_model
+from zero_inference.planning.plan import build_job, make_plan
+from zero_inference.records.schema import Loop
+from zero_inference.utils.progress import Progress
+from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group
+
+PROMPTS = Path(__file__).parent / "prompts"
+GIB = 1 << 30
+
+
+@dataclass
+class AssumedAcceptance(Speculation):
+    """Accepts `share` of the proposals of a pass, on average."""
+
+    share: float = 0.0
+    offered: int = 0
+
+    def accept(self, proposals: Sequence[int], predicted: Sequence[int]) -> list[int]:
+        before = int(self.offered * self.share)
+        self.offered += len(proposals)
+        accepted = min(len(proposals), int(self.offered * self.share) - before)
+        for position in range(len(proposals)):
+            self.proposed[position] += 1
+            self.accepted[position] += position < accepted
+        return [*proposals[:accepted], predicted[accepted]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("cost", "acceptance"))
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.76, 0.9])
+    parser.add_argument("--drafts", nargs="+", default=["ngram", "self:4", "self:8"])
+    parser.add_argument("--draft-lens", type=int, nargs="+", default=[8, 16])
+    parser.add_argument(
+        "--device-memory", type=float, metavar="GIB", help="plan for a device with this much free memory"
+    )
+    parser.add_argument("options", nargs="+", help="of run_model.py")
+    args = parser.parse_args()
+    config, ranks = parse_options(args.options), detect_ranks()
+    if args.device_memory is not None:
+        limit, free = int(args.device_memory * GIB), Machine.free_device_bytes
+        Machine.free_device_bytes = lambda *given: tuple(min(limit, each) for each in free(*given))
+    start_process_group(ranks)
+    rows = list(measure_cost(args, config, ranks) if args.what == "cost" else measure_acceptance(args, config, ranks))
+    print(DataFrame(rows).to_string(index=False, float_format=lambda value: f"{value:.3g}"))
+    stop_process_group()
+    return 0
+
+
+@contextmanager
+def loaded(config: RunConfig, ranks: Ranks) -> Iterator[LoadedModel]:
+    """Load the model and its draft, and free all of it afterwards."""
+    plan = make_plan(build_job(config, resolve_model(config, ranks.device.type), ranks))
+    draft = "" if plan.draft is None else f"; draft: {plan.draft.describe()}"
+    with loaded_model(plan, Progress(enabled=False), compared=False) as (model, load_s, _):
+        print(f"{plan.describe(work=True)}{draft}; loaded in {load_s:.0f} s", flush=True)
+        if ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        yield model
+        if ranks.device.type == "cuda":
+            print(f"peak device memory {torch.cuda.max_memory_allocated() / GIB:.2f} GiB", flush=True)
+
+
+def without_speculation(config: RunConfig) -> RunConfig:
+    return replace(config, speculate=None, draft_len=8, draft_bits=4)
+
+
+def decode(
+    config: RunConfig, ranks: Ranks, model: LoadedModel, ids: torch.Tensor, speculation: Speculation | None
+) -> tuple[Loop, torch.Tensor]:
+    """Return the loop of median decode time, and the ids of the last one."""
+    make_cache = model.cache_factory(config)
+    found = measure_loops(
+        model, ids, config.gen_len, config.loops, config.warmup, ranks, make_cache, speculation=speculation
+    )
+    loop = sorted(found.loops, key=lambda each: each.decode_s)[len(found.loops) // 2]
+    assert found.output_ids is not None
+    return loop, found.output_ids
+
+
+def measure_cost(args: argparse.Namespace, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    begin, alone = time.monotonic(), 0.0
+    for own in (without_speculation(config), config):
+        with loaded(own, ranks) as model:
+            ids = prompt_ids(own, resolve_model(own, ranks.device.type))[0]
+            cases = [(n, share) for n in args.draft_lens for share in args.acceptance] if own.speculate else [(0, 0.0)]
+            for draft_len, share in cases:
+                assumed = None
+                if own.speculate:
+                    assumed = AssumedAcceptance(make_draft(model, own), draft_len, share=share)
+                loop, _ = decode(own, ranks, model, ids, assumed)
+                tokens_per_s = own.batch_size * (own.gen_len - 1) / loop.decode_s
+                alone = alone or tokens_per_s
+                row = {"draft_len": draft_len, "token/s": tokens_per_s, "gain": tokens_per_s / alone}
+                yield row | of_loop(loop, draft_len)
+                print(f"{row} ({time.monotonic() - begin:.0f} s)", flush=True)
+        del model
+        gc.collect()
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def of_loop(loop: Loop, draft_len: int) -> dict[str, Any]:
+    passes, use = len(loop.step_s), loop.speculation
+    if use is None:
+        return {"passes": passes, "pass (s)": loop.decode_s / passes}
+    return {
+        "passes": passes,
+        "pass (s)": use.verify_s / passes,
+        "accepted": sum(each or 0 for each in use.acceptance) / draft_len,
+        "token/pass": use.tokens_per_pass,
+        "draft (s)": use.draft_s / passes,
+        "draft/token (s)": use.draft_s / passes / draft_len,
+    }
+
+
+def measure_acceptance(args: argparse.Namespace, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    tokenizer = load_tokenizer(resolve_model(config, ranks.device.type))
+    texts = {file.stem: file.read_text().splitlines() for file in sorted(PROMPTS.glob("*.txt"))}
+    ids = {
+        kind: [encode_prompts(tokenizer, [line], config.prompt_len) for line in lines] for kind, lines in texts.items()
+    }
+    plain: dict[tuple[str, int], torch.Tensor] = {}
+    for draft in (None, *args.drafts):
+        name, _, bits = (draft or "").partition(":")
+        own = replace(config, speculate=name or None, draft_bits=int(bits or 4) if name else 4).validate()
+        with loaded(own, ranks) as model:
+            for draft_len in args.draft_lens if draft else (1,):
+                for kind, prompts in ids.items():
+                    passes, proposed, accepted, same = 0, [0] * draft_len, [0] * draft_len, 0.0
+                    for index, prompt in enumerate(prompts):
+                        speculation = Speculation(make_draft(model, own), draft_len) if draft else None
+                        _, found = decode(own, ranks, model, prompt, speculation)
+                        expected = plain.setdefault((kind, index), found)
+                        if speculation is None:
+                            continue
+                        same += float((found == expected).float().mean()) / len(prompts)
+                        passes += speculation.passes
+                        for position in range(draft_len):
+                            proposed[position] += speculation.proposed[position]
+                            accepted[position] += speculation.accepted[position]
+                    if draft:
+                        by_position = [a / p if p else float("nan") for a, p in zip(accepted, proposed)]
+                        yield {
+                            "draft": draft,
+                            "draft_len": draft_len,
+                            "text": kind,
+                            "token/pass": len(prompts) * (config.gen_len - 1) / passes,
+                            "accepted at 1, 2, 4, 8, 16": " ".join(f"{each:.2f}" for each in by_position[:1] + by_position[1:2] + by_position[3:4] + by_position[7:8] + by_position[15:16]),
+                            "same ids": same,
+                        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
