@@ -42,6 +42,7 @@ from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group,
 
 PROMPTS = Path(__file__).parent / "prompts"
 GIB = 1 << 30
+SHOWN = (1, 2, 4, 8, 16)  # positions of proposals
 
 
 @dataclass
@@ -176,15 +177,16 @@ def measure_acceptance(args: argparse.Namespace, config: RunConfig, ranks: Ranks
                             proposed[position] += speculation.proposed[position]
                             accepted[position] += speculation.accepted[position]
                     if draft:
-                        by_position = [a / p if p else float("nan") for a, p in zip(accepted, proposed)]
+                        shown = [at for at in SHOWN if at <= draft_len]
+                        shares = [f"{accepted[at - 1] / max(1, proposed[at - 1]):.2f}" for at in shown]
                         yield {
                             "draft": draft,
                             "draft_len": draft_len,
                             "text": kind,
                             "token/pass": len(prompts) * (config.gen_len - 1) / passes,
-                            "accepted at 1, 2, 4, 8, 16": " ".join(f"{each:.2f}" for each in by_position[:1] + by_position[1:2] + by_position[3:4] + by_position[7:8] + by_position[15:16]),
+                            f"accepted at {', '.join(map(str, SHOWN))}": " ".join(shares),
                             "same ids": same,
-                        }  # fmt: skip
+                        }
 
 
 if __name__ == "__main__":

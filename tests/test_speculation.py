@@ -185,7 +185,9 @@ def test_runs_of_every_engine_give_the_ids_of_plain_transformers(family, way, fo
     _, expected = reference(family)
     options = f"--model {folder_of(family)} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 2"
     draft = "self" if way.startswith("self") else "ngram"
-    assert main(["run_model.py", *f"{options} --speculate {draft} --log-file {tmp_path}/run.log {WAYS[way]}".split()]) == 0
+    assert (
+        main(["run_model.py", *f"{options} --speculate {draft} --log-file {tmp_path}/run.log {WAYS[way]}".split()]) == 0
+    )
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["output_ids_sha256"] == output_ids_sha256(expected)
     use = record["speculation"]
@@ -282,6 +284,12 @@ def test_a_draft_with_another_tokenizer_is_refused(smollm2_folder, tmp_path, cap
     ],
 )
 def test_models_whose_cache_cannot_forget_tokens_are_refused(family, words, tmp_path, capfd):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB, "num_attention_heads": 4, "sliding_window": 16}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "num_attention_heads": 4,
+        "sliding_window": 16,
+    }
     AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path / family)
     assert words in refusal([str(tmp_path / family), "--prompt-len", "30"], tmp_path, capfd)

@@ -573,7 +573,9 @@ def refuse_speculation(job: Job, asked: str) -> None:
     """
     model = job.empty_model.model
     if job.spec.dummy_routing == "text":
-        raise UsageError(f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy.")
+        raise UsageError(
+            f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy."
+        )
     reason = why_not_offloaded(model)
     if reason is None and not supports_preallocated(model):
         reason = "has state besides keys and values"

@@ -1,7 +1,7 @@
 """Speculative decoding: a draft proposes tokens, and one pass of the model verifies them. Greedy ids are those of the model alone.
 
-The rows of a batch accept different numbers of tokens, but all have the same cached positions: those that the row with the fewest tokens has
-computed. In the next pass a row that is further feeds the tokens again that it knows already, and its proposals after them:
+The rows of a batch accept different numbers of tokens, but share their cached positions: those that the row with the fewest tokens has
+computed. In the next pass a row that is further feeds its known tokens again, and its proposals after them:
 
     cached 6      row 0, 7 tokens: [t6 p p p p]      t: known token, p: proposal
                   row 1, 9 tokens: [t6 t7 t8 p p]
@@ -41,7 +41,7 @@ class NgramDraft:
     """Proposes the tokens after the latest earlier occurrence of a text's last tokens, of as many of these as have occurred."""
 
     def begin(self, rows: int, cache: PreallocatedCache) -> None:
-        # of each row: n-gram -> index of the token after it; n-grams of the tokens before `indexed` are there
+        # A dictionary per row: n-gram -> index of the token after its latest occurrence, for n-grams that end before `indexed`.
         self.followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
         self.indexed = [1] * rows
 

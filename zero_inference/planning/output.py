@@ -253,7 +253,8 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
             rate, bound = significant(limit["decode_throughput"]), RATE_WORDS[limit["bound_by"]]
             rows.append(("limit", f"{about} {rate} token/s by the rate of {bound} alone"))
         if plan.fits and plan.times:
-            rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(plan.times.left_out))]
+            left_out = [*plan.times.left_out, *["what --speculate gains"] * (config.speculate is not None)]
+            rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(left_out))]
     return [*rows, ("options", shlex.join(shell_words(non_default_options(config))))]
 
 

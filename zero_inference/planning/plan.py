@@ -374,7 +374,9 @@ def _check_same_tokenizer(spec: ModelSpec, draft: ModelSpec) -> None:
 def draft_bytes(draft: Plan, config: RunConfig) -> int:
     """Return the bytes of a draft's weights, and of its KV cache if it has its own."""
     own_cache = 0 if config.speculate == SELF else draft.job.kv_bytes()
-    return draft.engine_plan.weight_bytes_on(0) + (0 if draft.job.on_gpu else draft.engine_plan.footprint.host) + own_cache
+    return (
+        draft.engine_plan.weight_bytes_on(0) + (0 if draft.job.on_gpu else draft.engine_plan.footprint.host) + own_cache
+    )
 
 
 def make_plan(job: Job) -> Plan:
@@ -393,7 +395,9 @@ def make_plan(job: Job) -> Plan:
         return plan_weights(job)
     taken = draft_bytes(draft, job.config)
     left = tuple(max(0, each - taken) for each in job.free_by_device)
-    plan = plan_weights(replace(job, free_by_device=left))  # whose engine plan keeps what is left; a plan made of this one starts anew
+    plan = plan_weights(
+        replace(job, free_by_device=left)
+    )  # whose engine plan keeps what is left; a plan made of this one starts anew
     return replace(plan, job=job, draft=draft)
 
 
