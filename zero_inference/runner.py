@@ -273,6 +273,7 @@ def compared_options(config: RunConfig, spec: ModelSpec, ranks: Ranks, questions
     options = {name: value for name, value in config.as_dict().items() if name not in NOT_COMPARED}
     return {f"--{hyphens(name)}": value for name, value in options.items()} | {
         "--trace": bool(config.trace),
+        "--speculate": config.speculate and Path(config.speculate).name,
         "--ds-config": read_ds_config(config.ds_config),
         "the device": ranks.device.type,
         "the dtype": str(spec.dtype),

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from zero_inference.config.option import STORED
-from zero_inference.config.options import DEFAULTS, GROUP_SIZES, OPTIONS, Options
+from zero_inference.config.options import DEFAULTS, GROUP_SIZES, NGRAM, OPTIONS, SELF, Options
 from zero_inference.errors import UsageError
 from zero_inference.utils.files import check_output_file
 
@@ -41,6 +41,8 @@ def _in_model_and_work(config: Options) -> Iterator[str]:
             f"--quant-bits {STORED}: --engine {config.engine} converts the weights of a quantized checkpoint; use --engine stream, or "
             "--quant-bits 16."
         )
+    if config.speculate and config.trace and config.engine != "stream":
+        yield f"--trace traces no speculation with --engine {config.engine}: drop one of the two, or use --engine stream."
     if config.warmup_spread is not None and config.warmup < 3:
         yield f"--warmup-spread compares three warm-up loops and --warmup is {config.warmup}: raise it, to 10 or so."
 
@@ -85,7 +87,9 @@ def _in_needs(config: Options) -> Iterator[str]:
         for other, _, task in (need.partition("=") for need in option.needs):
             found = getattr(config, other)
             needs.append((option.name, f"{OPTIONS[other].flag} {task}".strip(), task in found if task else found))
+    model_draft = config.speculate not in (None, NGRAM)
     needs += [
+        ("draft_bits", f"--speculate {SELF} or a model", model_draft),
         ("offload_dir", "--disk-offload", config.disk_offload or "engine" in config.auto),
         ("chat", "--prompt or --prompts", config.prompt or config.prompts),
         ("quant_group_size", "--quant-bits 8 or 4", quantized),

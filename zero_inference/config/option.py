@@ -151,6 +151,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "assignments": read_assignments,
     "bits": read_bits,
     "cpu share": read_cpu_share,
+    "draft": lambda value: None if read_text(value) == "off" else read_text(value),
     "dtype": read_dtype,
     "gpus": read_gpus,
     "positive": partial(read_float, above=0),

@@ -148,14 +148,14 @@ class Options:
     )
     speculate: str | None = _work(
         None,
-        "let a draft propose tokens that one pass of the model verifies; greedy tokens stay the same. ngram: what followed the last "
+        "let a draft propose tokens that one pass of the model verifies. ngram: what followed the last "
         "tokens earlier in prompt or text; self: the model with weights of --draft-bits on the GPU; else a smaller model with the same "
         "tokenizer: hub name, local folder or preset",
-        metavar="ngram|self|MODEL",
-        path="home",
+        kind="draft",
+        metavar="off|ngram|self|MODEL",
         default_help="off",
     )
-    draft_bits: int = _work(4, "bits of a stored weight of the draft", choices=(16, 8, 4), needs=("speculate",))
+    draft_bits: int = _work(4, "bits of a stored weight of a draft that is a model", choices=(16, 8, 4))
     draft_len: int = _work(8, "most tokens that a draft proposes for a pass", least=1, most=64, needs=("speculate",))
     seed: int = _work(0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, of_load=True)
 

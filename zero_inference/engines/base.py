@@ -244,8 +244,13 @@ class Job:
         return self.kv_bytes() if self.config.kv_offload else 0
 
     @property
-    def activation_bytes(self) -> int:  # peak of a rank's prefill
-        return self.empty_model.activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
+    def activation_bytes(self) -> int:  # peak of a rank's prefill, or of a pass that verifies proposals
+        model, batch = self.empty_model, self.rank_batch
+        prefill = model.activation_bytes(self.spec, batch, self.config.prompt_len)
+        if self.config.speculate is None:
+            return prefill
+        logits = self.step_tokens * self.spec.text_config.vocab_size * self.spec.dtype.itemsize
+        return max(prefill, model.activation_bytes(self.spec, batch, self.step_tokens // batch) + logits)
 
 
 @dataclass(frozen=True)
@@ -534,7 +539,7 @@ class LoadedModel:
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()
     devices: tuple[torch.device, ...] = ()  # all that this process drives, `device` first
-    draft: LoadedModel | None = None  # the model that proposes tokens which this one verifies
+    draft: LoadedModel | None = None  # the model that proposes tokens, of which this one is the target model
 
     def __post_init__(self) -> None:
         self.devices = self.devices or (self.device,)
@@ -561,21 +566,13 @@ class LoadedModel:
 
 
 def most_positions(draft_len: int, rows: int) -> int:
-    """Return the most positions of a pass that verifies proposals: in a batch, rows that are further feed known tokens again."""
+    """Return the most positions of a pass that verifies proposals: in a batch, rows that are ahead feed known tokens again."""
     return draft_len + 1 if rows == 1 else 2 * draft_len + 1
 
 
 def refuse_speculation(job: Job, asked: str) -> None:
-    """Raise UsageError where rejected tokens cannot be removed from the model's cache, or other tokens are fed than the model's own.
-
-    Args:
-        asked: the option, for the message.
-    """
+    """Raise UsageError where rejected tokens cannot be removed from the model's cache; `asked` is the option, for the message."""
     model = job.empty_model.model
-    if job.spec.dummy_routing == "text":
-        raise UsageError(
-            f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy."
-        )
     reason = why_not_offloaded(model)
     if reason is None and not supports_preallocated(model):
         reason = "has state besides keys and values"

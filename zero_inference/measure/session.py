@@ -26,6 +26,7 @@ from zero_inference.hardware.bench_copies import Rate, blocks_of, disk_read_gb_p
 from zero_inference.hardware.bench_device import device_copy_gb_per_s, matmul_tflops
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
+from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
@@ -285,19 +286,9 @@ def loaded_model(
             with contextlib.redirect_stdout(sys.stderr):
                 loaded.draft = plan.draft.load()
             closing.callback(loaded.draft.close)
-            if job.config.speculate == SELF:
-                share_parameters(loaded.draft.model, loaded.model)
+            if job.config.speculate == SELF and loaded.cpu_attention is not None:  # the cache of the target model
+                closing.enter_context(patch_attention(loaded.draft.model))
         yield loaded, load_s, lambda: reference.compare(loaded, progress.say)
-
-
-def share_parameters(draft: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Let `draft` use the parameters of `model` that both have in the same form on the same device, instead of its own copies."""
-    others = dict(model.named_parameters())
-    for name, own in draft.named_parameters():
-        other = others.get(name)
-        same = other is not None and (own.shape, own.dtype, own.device) == (other.shape, other.dtype, other.device)
-        if same and own.numel():
-            own.data = other.data
 
 
 def has_kernels(job: Job, progress: Progress) -> bool:

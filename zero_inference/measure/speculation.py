@@ -1,7 +1,8 @@
-"""Speculative decoding: a draft proposes tokens, and one pass of the model verifies them. Greedy ids are those of the model alone.
+"""Speculative decoding: a draft proposes tokens, and one pass of the target model verifies them. Greedy ids are those of the target model
+alone, up to rounding: a pass of several tokens may break a near tie otherwise.
 
 The rows of a batch accept different numbers of tokens, but share their cached positions: those that the row with the fewest tokens has
-computed. In the next pass a row that is further feeds its known tokens again, and its proposals after them:
+computed. In the next pass a row that is ahead feeds its known tokens again, and its proposals after them:
 
     cached 6      row 0, 7 tokens: [t6 p p p p]      t: known token, p: proposal
                   row 1, 9 tokens: [t6 t7 t8 p p]
@@ -30,20 +31,20 @@ LONGEST_NGRAM = 8
 
 
 class Draft(Protocol):
-    def begin(self, rows: int, cache: PreallocatedCache) -> None:
-        """Forget all texts; a generation of `rows` sequences begins, with the KV cache of the model that verifies."""
+    def begin(self, texts: Sequence[list[int]], cache: PreallocatedCache) -> None:
+        """Begin a generation after the prompts `texts`, with the empty KV cache of the target model."""
 
     def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Return up to `counts[row]` token ids that may follow each of `texts`, which begin with those of the call before."""
+        """Return up to `counts[row]` token ids that may follow each of `texts`, which continue those of the call before."""
 
 
 class NgramDraft:
     """Proposes the tokens after the latest earlier occurrence of a text's last tokens, of as many of these as have occurred."""
 
-    def begin(self, rows: int, cache: PreallocatedCache) -> None:
+    def begin(self, texts: Sequence[list[int]], cache: PreallocatedCache) -> None:
         # A dictionary per row: n-gram -> index of the token after its latest occurrence, for n-grams that end before `indexed`.
-        self.followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
-        self.indexed = [1] * rows
+        self.followers: list[dict[tuple[int, ...], int]] = [{} for _ in texts]
+        self.indexed = [1] * len(texts)
 
     def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
         return [self._continue(row, text, count) for row, (text, count) in enumerate(zip(texts, counts))]
@@ -69,27 +70,34 @@ class ModelDraft:
     """Proposes the likeliest tokens of a model, computed one by one.
 
     Args:
-        make_cache: returns an empty KV cache of this model; None: it has the layers of the model that verifies, and continues its cache.
-            Verifying overwrites what it wrote there.
-        vocab_size: ids that the model that verifies knows.
+        vocab_size: ids that the target model knows.
+        make_cache: returns an empty KV cache of this model; None: it continues the cache of the target model, whose layers it has.
+            Verification overwrites what it wrote there.
     """
 
     def __init__(self, loaded: LoadedModel, vocab_size: int, make_cache: Callable[[], PreallocatedCache] | None = None):
         self.loaded, self.vocab_size, self.make_cache = loaded, vocab_size, make_cache
+        self.own_vocab_size = vocab_size_of(loaded)
 
-    def begin(self, rows: int, cache: PreallocatedCache) -> None:
+    def begin(self, texts: Sequence[list[int]], cache: PreallocatedCache) -> None:
         self.cache = cache if self.make_cache is None else self.make_cache()
+        if self.make_cache is not None:
+            next_tokens(self.loaded, self._ids(texts), self.cache, last_only=True)
+
+    def _ids(self, texts: Sequence[list[int]]) -> torch.Tensor:
+        """Return int64 [B, length]; an id that only the target model knows becomes another one."""
+        return torch.tensor(texts, device=self.loaded.device).clamp(max=self.own_vocab_size - 1)
 
     def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
-        cache, device = self.cache, self.loaded.device
-        shortest, end = min(map(len, texts)), max(len(text) + count for text, count in zip(texts, counts))
-        if shortest == end:
+        cache, shortest = self.cache, min(map(len, texts))
+        end = max((len(text) + count for text, count in zip(texts, counts) if count), default=0)
+        if not end:
             return [[] for _ in texts]
         if self.make_cache is not None:
             cache.crop(min(0, shortest - 1 - cache.get_seq_length()))
         begin = cache.get_seq_length()
-        known = torch.tensor([(text[begin:end] + [0] * end)[: end - begin] for text in texts], device=device)
-        lengths = torch.tensor([len(text) for text in texts], device=device)
+        known = self._ids([(text[begin:end] + [0] * end)[: end - begin] for text in texts])
+        lengths = torch.tensor([len(text) for text in texts], device=known.device)
         ids, found = known[:, : shortest - begin], []
         for position in range(shortest, end):  # the host waits for none of these steps
             found.append(next_tokens(self.loaded, ids, cache, last_only=True, vocab_size=self.vocab_size))
@@ -106,7 +114,7 @@ def make_draft(loaded: LoadedModel, config: RunConfig) -> Draft:
     draft = loaded.draft
     if draft is None:
         return NgramDraft()
-    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    vocab_size = vocab_size_of(loaded)
     if config.speculate == SELF:
         return ModelDraft(draft, vocab_size)
     cache = DeviceKVCache(draft.model.config, config.positions)
@@ -116,6 +124,10 @@ def make_draft(loaded: LoadedModel, config: RunConfig) -> Draft:
         return cache
 
     return ModelDraft(draft, vocab_size, make_cache)
+
+
+def vocab_size_of(loaded: LoadedModel) -> int:
+    return loaded.model.config.get_text_config(decoder=True).vocab_size
 
 
 @dataclass
@@ -135,11 +147,11 @@ class Speculation:
     verify_s: float = 0.0
     passes: int = 0
 
-    def restart(self, rows: int, cache: PreallocatedCache) -> None:
+    def restart(self, texts: Sequence[list[int]], cache: PreallocatedCache) -> None:
         self.proposed, self.accepted = [0] * self.draft_len, [0] * self.draft_len
         self.draft_s = self.verify_s = 0.0
         self.passes = 0
-        self.draft.begin(rows, cache)
+        self.draft.begin(texts, cache)
 
     def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
         start = time.perf_counter()
@@ -184,7 +196,7 @@ def generate_speculatively(
     after_pass: Callable[[int], bool],
     begin: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """Return the greedily selected ids int64 [B, gen_len], on the host; fewer if `after_pass` ends the generation.
+    """Return the greedily selected ids int64 [B, gen_len], on `loaded.device`; fewer if `after_pass` ends the generation.
 
     Args:
         ids: int64 [B, prompt_len].
@@ -194,9 +206,9 @@ def generate_speculatively(
     """
     texts: list[list[int]] = ids.tolist()
     prompt_len, end = ids.shape[1], ids.shape[1] + gen_len
-    speculation.restart(len(texts), cache)
     inputs = ids.to(loaded.device)
     begin()
+    speculation.restart(texts, cache)
     for text, predicted in zip(texts, next_tokens(loaded, inputs, cache, last_only=True).tolist()):
         text += predicted
     ended = after_pass(1)
@@ -217,11 +229,12 @@ def generate_speculatively(
         speculation.passes += 1
         for text, proposed, predicted in zip(texts, proposals, predictions):
             before = len(text) - cached  # tokens of this pass that were known
-            if len(text) < end and before <= width:
+            if len(text) < end:
                 text += speculation.accept(proposed, predicted[before - 1 :])
         cache.crop(min(map(len, texts)) - 1 - cached - width)
         ended = after_pass(min(map(len, texts)) - prompt_len)
-    return torch.tensor([text[prompt_len : min(map(len, texts))] for text in texts])
+    shortest = min(map(len, texts))
+    return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)
 
 
 def next_tokens(

@@ -201,7 +201,7 @@ def what_does_not_fit(plan: Plan) -> str:
 def check_memory(plan: Plan) -> None:
     """Raises UsageError where weights, KV cache and ids, or all of them, exceed the memory. Only what is needed for certain counts: no
     activations and no gathered weights, which `--dry-run` estimates."""
-    job, footprint = plan.job, plan.engine_plan.footprint
+    job, footprint = plan.engine_plan.job, plan.engine_plan.footprint  # whose free memory is without the draft's
     devices, host = range(len(job.devices)), footprint.host
     weights = [plan.engine_plan.weight_bytes_on(device) - footprint.gathered for device in devices]
     # host memory besides the devices' bytes
@@ -216,5 +216,5 @@ def check_memory(plan: Plan) -> None:
     ):
         for need in node_needs(job, device_bytes, host_bytes):
             if not need.fits:
-                advice = advice_to_fit(job, changes_that_fit(job), shorter=cache_name in what)
+                advice = advice_to_fit(job, changes_that_fit(plan.job), shorter=cache_name in what)
                 raise UsageError(f"{job.config.model}: {what} need {need.shortage()}; use {advice}.")

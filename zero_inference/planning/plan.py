@@ -26,10 +26,10 @@ from zero_inference.hardware.machine import Machine
 from zero_inference.kernels.decode_attention import using_prompt_attention
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
-from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
+from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.norms.patch import check_norm_kernels_option
 from zero_inference.planning.cost import RANGES, NotPredictable, Times, predict_load_s, predict_times
-from zero_inference.planning.memory import HOST_MEMORY, Need, memory_needs
+from zero_inference.planning.memory import DEVICE_MEMORY, HOST_MEMORY, Need, memory_needs
 from zero_inference.records.schema import Predicted
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
@@ -108,10 +108,18 @@ class Plan:
     @functools.cached_property
     def needs(self) -> list[Need]:
         needs = memory_needs(self.engine_plan)
-        if self.draft is None or self.job.on_gpu:  # a GPU's free memory is without what the draft takes
+        if self.draft is None:
             return needs
-        taken = draft_bytes(self.draft, self.job.config)
-        return [replace(each, needed_bytes=each.needed_bytes + taken * (each.place == HOST_MEMORY)) for each in needs]
+        taken, found = draft_bytes(self.draft, self.job.config), []
+        for each in needs:
+            if self.job.on_gpu and each.place == DEVICE_MEMORY and each.available_bytes is not None:
+                # of which the engine's plan has what the draft leaves
+                needed, available = each.needed_bytes + taken, each.available_bytes + taken
+                each = replace(each, needed_bytes=needed, available_bytes=available)
+            elif not self.job.on_gpu and each.place == HOST_MEMORY:
+                each = replace(each, needed_bytes=each.needed_bytes + taken * self.job.ranks.local_world_size)
+            found.append(each)
+        return found
 
     @property
     def fits(self) -> bool:
@@ -321,7 +329,7 @@ def with_options(job: Job, config: RunConfig) -> Job:
 
 
 def plan_draft(job: Job) -> Plan | None:
-    """Return the plan of the model of `--speculate`: by the stream engine, on the first device alone; None without one.
+    """Return the plan of the draft of `--speculate`, by the stream engine on one device; None if that is no model.
 
     Raises UsageError: it has another tokenizer, its cache cannot forget tokens, or the device cannot hold all of its weights.
     """
@@ -329,31 +337,39 @@ def plan_draft(job: Job) -> Plan | None:
     if name in (None, NGRAM):
         return None
     if len(job.devices) > 1:
-        raise UsageError(f"--speculate {name}: the draft and the model are on one GPU; add --num-gpus 1.")
-    same = "batch_size prompt_len gen_len dtype dummy dummy_routing trust_remote_code seed decode_graph verbose".split()
+        raise UsageError(f"--speculate {name}: draft and target model are on one GPU; use --num-gpus 1.")
+    same = "batch_size prompt_len gen_len dtype dummy trust_remote_code seed decode_graph verbose".split()
     own = RunConfig(
         **{each: getattr(config, each) for each in same},
         model=config.model if name == SELF else name,
         engine="stream",
         quant_bits=config.draft_bits,
         cpu_compute="off" if job.on_gpu else AUTO,
+        kv_offload=name == SELF and config.kv_offload and job.on_gpu,  # it continues the cache of the target model
     ).validate()
 
     def build() -> tuple[ModelSpec, EmptyModel]:
-        spec = job.spec if name == SELF else resolve_model(own, job.ranks.device.type)
+        if name == SELF:
+            return job.spec, build_empty_model(job.spec)
+        find = resolve_for_plan if config.dry_run or not job.machine.is_here else resolve_model
+        spec = find(own, job.ranks.device.type)
+        _check_same_tokenizer(job.spec, spec)
+        check_model(own, spec)
         return spec, build_empty_model(spec)
 
-    spec, empty_model = job.empty_model.cached(("draft", name), build)
-    if name != SELF:
-        _check_same_tokenizer(job.spec, spec)
+    try:
+        spec, empty_model = job.empty_model.cached(("draft", name), build)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--model", "--speculate", 1)) from error
     draft = replace(job, config=own, spec=spec, empty_model=empty_model)
     if name != SELF:
+        refuse_inputs(draft)
         refuse_speculation(draft, f"--speculate {name}")
     plan = Plan(draft, engine_module(own.engine).plan(draft))
     if plan.engine_plan.footprint.host and job.on_gpu:
         raise DoesNotFit(
-            f"--speculate {name}: the draft has {format_bytes(plan.engine_plan.weight_bytes)} of weights, and "
-            f"{format_bytes(job.free_device_bytes or 0)} are free on the GPU: use --speculate ngram or a smaller model."
+            f"--speculate {name}: the draft has {format_bytes(plan.engine_plan.weight_bytes)} of weights, which do not fit beside KV "
+            f"cache and activations in {format_bytes(job.free_device_bytes or 0)} of device memory: use ngram or a smaller model."
         )
     return plan
 
@@ -380,35 +396,35 @@ def draft_bytes(draft: Plan, config: RunConfig) -> int:
 
 
 def make_plan(job: Job) -> Plan:
-    """Return `plan_weights` of `job`, beside those of its draft.
+    """Plan the draft, if there is one, and then the target model in the device memory that is left.
 
-    Raises UsageError: as `plan_weights` and `plan_draft`.
+    Raises UsageError: as `plan_draft` and `plan_target`.
     """
     if job.config.speculate is None:
-        return plan_weights(job)
+        return plan_target(job)
     asked = f"--speculate {job.config.speculate}"
+    if job.spec.dummy_routing == "text":
+        raise UsageError(
+            f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy."
+        )
     refuse_speculation(job, asked)
     if job.config.speculate != NGRAM and len(job.devices) > 1 and job.config.num_gpus is None:
         job = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
     draft = plan_draft(job)
     if draft is None:
-        return plan_weights(job)
+        return plan_target(job)
     taken = draft_bytes(draft, job.config)
     left = tuple(max(0, each - taken) for each in job.free_by_device)
-    plan = plan_weights(
-        replace(job, free_by_device=left)
-    )  # whose engine plan keeps what is left; a plan made of this one starts anew
+    try:
+        plan = plan_target(replace(job, free_by_device=left))
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error} The draft of {asked} takes {format_bytes(taken)}.") from error
+    # the engine plan's job has what is left, this one what there is: another plan of it subtracts the draft again
     return replace(plan, job=job, draft=draft)
 
 
-def plan_weights(job: Job) -> Plan:
-    """Place the weights of `job` without loading anything.
-
-    Unless `--num-gpus` is given, the plan uses all of `job.devices` if they gain enough, otherwise the first alone.
-
-    Raises:
-        UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
-    """
+def refuse_inputs(job: Job) -> None:
+    """Raise UsageError where the model does not run on text alone, or adds positions."""
     sizes, problem = job.sizes, None
     if sizes.refuses_text is not None:
         sense = "audio" if hasattr(job.spec.config, "audio_config") else "images"
@@ -417,6 +433,17 @@ def plan_weights(job: Job) -> Plan:
         problem = f"puts {sizes.added_positions} positions of its own before each sequence, which no engine plans for"
     if problem is not None:
         raise UsageError(f"--model {job.spec.name}: {job.spec.config.model_type} {problem}; run it in transformers.")
+
+
+def plan_target(job: Job) -> Plan:
+    """Place the weights of `job` without loading anything.
+
+    Unless `--num-gpus` is given, the plan uses all of `job.devices` if they gain enough, otherwise the first alone.
+
+    Raises:
+        UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
+    """
+    refuse_inputs(job)
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
     if job.config.num_gpus is not None or len(job.devices) == 1:

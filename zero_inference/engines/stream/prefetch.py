@@ -76,7 +76,8 @@ class Prefetcher:
                 depth = placement.slots_on(device)
                 after_layers = placement.refills_after_layers
                 self.rings[device] = RingBuffer(store, blocks, depth, timeline, transfers, after_layers, gathered)
-        self.rebalancer = Rebalancer(cpu if self.rings else None, self.timeline)
+        # with speculation, the time between passes is also that of drafts
+        self.rebalancer = Rebalancer(cpu if self.rings and cpu and cpu.rebalances else None, self.timeline)
         self.on_placement_changed: Callable[[Placement], None] = lambda placement: None
 
         # state of this pass
