@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pandas import DataFrame
 
+from zero_inference.config.options import DEFAULTS
 from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.engines.base import LoadedModel
 from zero_inference.hardware.machine import Machine
@@ -74,20 +75,19 @@ def main() -> int:
     parser.add_argument("options", nargs="+", help="of run_model.py")
     args = parser.parse_args()
     config, ranks = parse_options(args.options), detect_ranks()
-    if args.device_memory is not None:
-        limit, free = int(args.device_memory * GIB), Machine.free_device_bytes
-        Machine.free_device_bytes = lambda *given: tuple(min(limit, each) for each in free(*given))
+    machine = Machine(device_limit_bytes=args.device_memory and int(args.device_memory * GIB))
     start_process_group(ranks)
-    rows = list(measure_cost(args, config, ranks) if args.what == "cost" else measure_acceptance(args, config, ranks))
+    measure = measure_cost if args.what == "cost" else measure_acceptance
+    rows = list(measure(args, config, ranks, machine))
     print(DataFrame(rows).to_string(index=False, float_format=lambda value: f"{value:.3g}"))
     stop_process_group()
     return 0
 
 
 @contextmanager
-def loaded(config: RunConfig, ranks: Ranks) -> Iterator[LoadedModel]:
+def loaded(config: RunConfig, ranks: Ranks, machine: Machine) -> Iterator[LoadedModel]:
     """Load the model and its draft, and free all of it afterwards."""
-    plan = make_plan(build_job(config, resolve_model(config, ranks.device.type), ranks))
+    plan = make_plan(build_job(config, resolve_model(config, ranks.device.type), ranks, machine=machine))
     draft = "" if plan.draft is None else f"; draft: {plan.draft.describe()}"
     with loaded_model(plan, Progress(enabled=False), compared=False) as (model, load_s, _):
         print(f"{plan.describe(work=True)}{draft}; loaded in {load_s:.0f} s", flush=True)
@@ -99,7 +99,7 @@ def loaded(config: RunConfig, ranks: Ranks) -> Iterator[LoadedModel]:
 
 
 def without_speculation(config: RunConfig) -> RunConfig:
-    return replace(config, speculate=None, draft_len=8, draft_bits=4)
+    return replace(config, **{name: DEFAULTS[name] for name in ("speculate", "draft_len", "draft_bits")})
 
 
 def decode(
@@ -115,10 +115,12 @@ def decode(
     return loop, found.output_ids
 
 
-def measure_cost(args: argparse.Namespace, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
+def measure_cost(
+    args: argparse.Namespace, config: RunConfig, ranks: Ranks, machine: Machine
+) -> Iterator[dict[str, Any]]:
     begin, alone = time.monotonic(), 0.0
     for own in (without_speculation(config), config):
-        with loaded(own, ranks) as model:
+        with loaded(own, ranks, machine) as model:
             ids = prompt_ids(own, resolve_model(own, ranks.device.type))[0]
             cases = [(n, share) for n in args.draft_lens for share in args.acceptance] if own.speculate else [(0, 0.0)]
             for draft_len, share in cases:
@@ -151,7 +153,9 @@ def of_loop(loop: Loop, draft_len: int) -> dict[str, Any]:
     }
 
 
-def measure_acceptance(args: argparse.Namespace, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
+def measure_acceptance(
+    args: argparse.Namespace, config: RunConfig, ranks: Ranks, machine: Machine
+) -> Iterator[dict[str, Any]]:
     tokenizer = load_tokenizer(resolve_model(config, ranks.device.type))
     texts = {file.stem: file.read_text().splitlines() for file in sorted(PROMPTS.glob("*.txt"))}
     ids = {
@@ -161,7 +165,7 @@ def measure_acceptance(args: argparse.Namespace, config: RunConfig, ranks: Ranks
     for draft in (None, *args.drafts):
         name, _, bits = (draft or "").partition(":")
         own = replace(config, speculate=name or None, draft_bits=int(bits or 4) if name else 4).validate()
-        with loaded(own, ranks) as model:
+        with loaded(own, ranks, machine) as model:
             for draft_len in args.draft_lens if draft else (1,):
                 for kind, prompts in ids.items():
                     passes, proposed, accepted, same = 0, [0] * draft_len, [0] * draft_len, 0.0
