@@ -106,7 +106,7 @@ def generate(loaded: LoadedModel, config: RunConfig, prompts: torch.Tensor, draf
     assert marks == sorted(marks) and marks[0] == 1 and marks[-1] == config.gen_len
     assert len(marks) == speculation.passes + 1
     assert cache.get_seq_length() == PROMPT + config.gen_len - 1  # what plain generation has in its cache
-    return ids, speculation
+    return ids.cpu(), speculation
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])

@@ -113,7 +113,7 @@ class Plan:
         taken, found = draft_bytes(self.draft, self.job.config), []
         for each in needs:
             if self.job.on_gpu and each.place == DEVICE_MEMORY and each.available_bytes is not None:
-                # of which the engine's plan has what the draft leaves
+                # the engine's plan counts only the memory that the draft leaves
                 needed, available = each.needed_bytes + taken, each.available_bytes + taken
                 each = replace(each, needed_bytes=needed, available_bytes=available)
             elif not self.job.on_gpu and each.place == HOST_MEMORY:
