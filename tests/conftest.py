@@ -59,7 +59,7 @@ sys.exit(main())
 LONGEST = tuple(
     f"test_{name}.py"
     for name in (
-        "tokens expert_cache stream_experts stream_prompts families stream_cpu alike csrc_compiles cpu_products search stream "
+        "tokens expert_cache stream_experts stream_prompts families stream_cpu speculation alike csrc_compiles cpu_products search stream "
         "stream_devices run machine quantization api plan patching deepspeed micro stream_workspace norms_ops step_graph "
         "damaged_checkpoints mixed_dtypes hub quality sweep html_report operators norms_patch examples humaneval cpu_threads errors"
     ).split()
