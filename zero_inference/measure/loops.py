@@ -94,7 +94,10 @@ def measure_loops(
         if speculation is not None:
             loop = loop.model_copy(update={"speculation": speculation.use(ranks, generated.shape[1] - 1)})
         logits.require_finite(
-            loaded.dtype, ranks, lambda tokens: generate_ids(loaded, ids, tokens, make_cache, forced_tokens)
+            loaded.dtype,
+            ranks,
+            # a pass of several tokens may be the first with such logits
+            lambda tokens: generate_ids(loaded, ids, gen_len if speculation else tokens, make_cache, forced_tokens),
         )
         return loop, generated
 

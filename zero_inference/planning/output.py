@@ -206,7 +206,8 @@ def print_plan(job: Job, goal: str | None) -> None:
         except DoesNotFit as error:
             plan, refused = None, str(error)
         fits = plan is not None and plan.fits
-        faster = faster_than(plan, goal) if fits else []
+        # predictions are of one token a pass
+        faster = faster_than(plan, goal) if fits and job.config.speculate is None else []
         changes = [] if fits else changes_that_fit(job)
     if fits:
         unknown = f"No speed is predicted: {plan.why_not_predicted}"
@@ -279,6 +280,7 @@ def _plan_in_json(
     limit              of a described machine, by its rates alone
     moved_per_step     bytes of a decode step, over all ranks, by the record's names
     gpus               where one process drives several: layers, peak bytes and bytes over the link in a decode step of each
+    draft              of --speculate, if it is a model: bytes of its weights, and of its own KV cache
     changes_that_fit   options to add, each for itself, where it does not fit
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """
@@ -315,6 +317,9 @@ def _plan_in_json(
         "limit": plan and _limit(plan),
         "moved_per_step": weights and weights.moved_per_step().as_dict(),
         "gpus": plan and (plan.by_gpu or None),
+        "draft": plan
+        and plan.draft
+        and {"placement": plan.draft.describe(), "bytes": draft_bytes(plan.draft, job.config)},
         "placement": [weights.describe_location(), *weights.in_words()] if weights else [],
         "changes_that_fit": list(changes),
         "faster": [asdict(each) for each in faster],
