@@ -23,8 +23,8 @@ from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group
 
 JSON_KEYS = [
-    "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "gpus", "placement",
-    "changes_that_fit", "faster", "machine",
+    "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "gpus", "draft",
+    "placement", "changes_that_fit", "faster", "machine",
 ]  # fmt: skip
 SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 ENGINES = {

@@ -141,7 +141,9 @@ def small_draft(folder_of, tmp_path, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each in ("llama", "bloom") else [pytest.mark.slow]) for each in FAMILIES]
+)
 @pytest.mark.parametrize(
     ("draft", "bits", "kv_offload"),
     [("self", 4, False), ("self", 16, True), ("self", 16, False), ("its own", 16, False), ("smaller", 4, True)],
@@ -183,8 +185,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "mixtral"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(
+            family, way, marks=[] if family == "llama" or way in ("stream-cpu", "self") else [pytest.mark.slow]
+        )
+        for family in ("llama", "bloom", "mixtral")
+        for way in WAYS
+    ],
+)
 def test_runs_of_every_engine_give_the_ids_of_plain_transformers(family, way, folder_of, reference, tmp_path):
     _, expected = reference(family)
     options = f"--model {folder_of(family)} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 2"
