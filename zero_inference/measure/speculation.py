@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,8 @@ import torch
 from zero_inference.config.options import SELF
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel, most_positions
-from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache
+from zero_inference.kv_cache.device import PreallocatedCache
+from zero_inference.models.layers import cache_per_module
 from zero_inference.records.schema import SpeculationUse
 from zero_inference.utils.ranks import Ranks
 
@@ -117,13 +118,7 @@ def make_draft(loaded: LoadedModel, config: RunConfig) -> Draft:
     vocab_size = vocab_size_of(loaded)
     if config.speculate == SELF:
         return ModelDraft(draft, vocab_size)
-    cache = DeviceKVCache(draft.model.config, config.positions)
-
-    def make_cache() -> PreallocatedCache:
-        cache.reset()
-        return cache
-
-    return ModelDraft(draft, vocab_size, make_cache)
+    return ModelDraft(draft, vocab_size, draft.cache_factory(replace(config, kv_offload=False)))
 
 
 def vocab_size_of(loaded: LoadedModel) -> int:
@@ -237,6 +232,11 @@ def generate_speculatively(
     return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)
 
 
+@cache_per_module
+def _arguments(model: torch.nn.Module) -> frozenset[str]:
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
 def next_tokens(
     loaded: LoadedModel,
     ids: torch.Tensor,
@@ -250,12 +250,10 @@ def next_tokens(
         last_only: only after the last ones, [B, 1].
         vocab_size: the likeliest of the ids below it; None: of all.
     """
-    batch, width = ids.shape
-    length = cache.get_seq_length() + width
-    given: dict[str, Any] = {"attention_mask": torch.ones(batch, length, dtype=torch.int64, device=ids.device)}
-    taken = inspect.signature(loaded.model.forward).parameters
+    start, taken = cache.get_seq_length(), _arguments(loaded.model)
+    given: dict[str, Any] = {}
     if "position_ids" in taken:
-        given["position_ids"] = torch.arange(length - width, length, device=ids.device).expand(batch, width)
+        given["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
     if "logits_to_keep" in taken and last_only:
         given["logits_to_keep"] = 1
     logits = loaded.model(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits

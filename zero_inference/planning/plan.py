@@ -200,13 +200,12 @@ class Plan:
         if self.draft is not None:
             place = "peak_gpu_bytes" if job.on_gpu else "peak_host_bytes"
             values[place] = values[place] and values[place] + draft_bytes(self.draft, job.config)
-        if times is not None and job.config.speculate:  # how many passes there will be is unknown
-            values |= {"prefill_s": times.prefill.seconds, "prefill_range_s": times.prefill.range_s}
-        elif times is not None:
+        if times is not None:
             prefill, step = times.prefill, times.step
-            values |= {"prefill_s": prefill.seconds, "prefill_range_s": prefill.range_s, "bound_by": step.bound_by}
-            values["decode_s"] = step.seconds * steps
-            values["decode_range_s"] = step.range_s and [steps * each for each in step.range_s]
+            values |= {"prefill_s": prefill.seconds, "prefill_range_s": prefill.range_s}
+            if job.config.speculate is None:  # else it is unknown how many passes there will be
+                values |= {"bound_by": step.bound_by, "decode_s": step.seconds * steps}
+                values["decode_range_s"] = step.range_s and [steps * each for each in step.range_s]
         return Predicted(**values)
 
     @property

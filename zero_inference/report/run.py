@@ -21,7 +21,6 @@ from zero_inference.utils.format import one_line
 SUFFIXES = (".jsonl", ".log")
 LOOKED_AT_BYTES = 1 << 20
 # Options that change the speed and are in no other column: runs with the same values are repetitions.
-SPECULATION = ("speculate", "draft_len", "draft_bits")
 SPEED_OPTIONS = (
     *STREAM_OPTIONS,
     "norm_kernels",
@@ -29,7 +28,9 @@ SPEED_OPTIONS = (
     "ds_config",
     "async_kv_offload",
     "use_gds",
-    *SPECULATION,
+    "speculate",
+    "draft_len",
+    "draft_bits",
 )
 
 
