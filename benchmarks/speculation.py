@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pandas import DataFrame
 
-from zero_inference.config.options import DEFAULTS
+from zero_inference.config.options import DEFAULTS, SPECULATION_OPTIONS
 from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.engines.base import LoadedModel
 from zero_inference.hardware.machine import Machine
@@ -99,7 +99,7 @@ def loaded(config: RunConfig, ranks: Ranks, machine: Machine) -> Iterator[Loaded
 
 
 def without_speculation(config: RunConfig) -> RunConfig:
-    return replace(config, **{name: DEFAULTS[name] for name in ("speculate", "draft_len", "draft_bits")})
+    return replace(config, **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS})
 
 
 def decode(

@@ -90,7 +90,7 @@ def load(config: RunConfig) -> LoadedModel:
     plan = make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks()))
     loaded = plan.load()
     if plan.draft is not None:
-        loaded.draft = plan.draft.load()
+        loaded.draft = plan.draft.load(target=loaded)
     return loaded
 
 
@@ -310,11 +310,17 @@ def test_a_plan_leaves_device_memory_for_the_draft_and_counts_the_tokens_of_a_pa
     alone, ngram, own = found.values()
     assert alone.job.step_tokens == 1 and ngram.job.step_tokens == own.job.step_tokens == 16
     taken = draft_bytes(own.draft, own.job.config)
-    assert 6 << 30 < taken < 9 << 30 and own.draft.keeps_all_weights
+    assert 7 << 30 < taken < 8 << 30 and own.draft.keeps_all_weights  # without embedding and head, which are shared
+    assert not own.draft.engine_plan.shared_layers
     assert own.engine_plan.footprint.device == pytest.approx(alone.engine_plan.footprint.device - taken, rel=0.1)
     device = {name: plan.needs[0] for name, plan in found.items()}
     assert device["self"].available_bytes == device[None].available_bytes and device["self"].fits
     assert make_plan(own.job).engine_plan.footprint == own.engine_plan.footprint  # the draft is subtracted once
+    in_8_bits = make_plan(replace(own.job, config=replace(own.job.config, quant_bits=8), free_by_device=(14 << 30,)))
+    placement, shared = in_8_bits.engine_plan.placement, in_8_bits.draft.engine_plan.shared_layers
+    assert 1 < shared == placement.layers - placement.host_layers < 40  # which the draft reads in 8 bits
+    assert draft_bytes(in_8_bits.draft, in_8_bits.job.config) == pytest.approx((1 - shared / 40) * taken, rel=0.05)
+    assert in_8_bits.needs[0].fits
     too_large = replace(own.job.config, model="llama-2-70b")
     job = build_job(too_large, resolve_model(too_large, "cuda"), own.job.ranks, machine=machine)
     with pytest.raises(DoesNotFit, match="use ngram or a smaller model|device memory"):

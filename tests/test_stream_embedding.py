@@ -201,7 +201,7 @@ def test_the_kernel_reads_the_rows_of_the_ids(dtype, columns, shape):
     torch.manual_seed(0)
     values, ids = torch.randn(1000, columns).to(dtype), torch.randint(1000, shape)
     module = torch.nn.Embedding(1000, columns, device="meta")
-    held = HostEmbedding(module, values, pinned=True)
+    held = HostEmbedding(module, host_copy(values, pinned=True))
     for given in (ids, ids.int(), ids.mT.contiguous().mT):
         assert torch.equal(module(given.cuda()).cpu(), torch.nn.functional.embedding(ids, values))
     held.close()
@@ -211,7 +211,7 @@ def test_the_kernel_reads_the_rows_of_the_ids(dtype, columns, shape):
 def test_a_graph_reads_the_rows_of_the_ids_that_are_there_when_it_is_replayed():
     values, ids = torch.randn(500, 256).bfloat16(), torch.zeros(4, 1, dtype=torch.int64, device="cuda")
     module = torch.nn.Embedding(500, 256, device="meta")
-    held = HostEmbedding(module, values, pinned=True)
+    held = HostEmbedding(module, host_copy(values, pinned=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rows = module(ids)

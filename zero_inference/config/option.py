@@ -71,6 +71,11 @@ def read_gpus(value: Any) -> int | str:
     return int(text)
 
 
+def read_count_or_auto(value: Any) -> int | str:
+    """Return "auto" or a whole number."""
+    return AUTO if str(value).strip().lower() == AUTO else read_int(value)
+
+
 def read_cpu_share(value: Any) -> str:
     """Return "auto", "off" or a share from 0 to 1, as text."""
     found = read_word(value)
@@ -150,6 +155,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "tuple[int, ...]": lambda value: tuple(map(read_int, read_names(value))),
     "assignments": read_assignments,
     "bits": read_bits,
+    "count or auto": read_count_or_auto,
     "cpu share": read_cpu_share,
     "draft": lambda value: None if read_text(value) == "off" else read_text(value),
     "dtype": read_dtype,
@@ -229,7 +235,7 @@ class Option:
         for each in found if isinstance(found, tuple) else (found,):
             if self.choices and each not in self.choices:
                 raise UsageError(not_among(name, each, self.allowed if auto else self.choices))
-        if self.least is not None and not self.least <= found <= self.most:
+        if self.least is not None and found != AUTO and not self.least <= found <= self.most:
             bound = f"most {self.most}" if found > self.most else f"least {self.least}"
             raise UsageError(f"{name} {found}: must be at {bound}.")
         if self.path and not found:  # an unset variable of a script

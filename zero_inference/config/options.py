@@ -23,6 +23,8 @@ SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 NORM_KERNELS = (AUTO, "cuda", "off")
 CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
 NGRAM, SELF = "ngram", "self"  # drafts that are no models of their own
+MAX_AUTO_DRAFT_LEN = 16
+SPECULATION_OPTIONS = ("speculate", "draft_len", "draft_bits")
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
 LONGEST_PROMPT = 0  # as prompt_len: the tokens of the longest --prompt
@@ -150,13 +152,23 @@ class Options:
         None,
         "let a draft propose tokens that one pass of the model verifies. ngram: what followed the last "
         "tokens earlier in prompt or text; self: the model with weights of --draft-bits on the GPU; else a smaller model with the same "
-        "tokenizer: hub name, local folder or preset",
+        "tokenizer: hub name, local folder or preset. auto: self where it is predicted to be faster, else off",
         kind="draft",
-        metavar="off|ngram|self|MODEL",
+        metavar="off|ngram|self|MODEL|auto",
         default_help="off",
+        until_planned="off",
     )
     draft_bits: int = _work(4, "bits of a stored weight of a draft that is a model", choices=(16, 8, 4))
-    draft_len: int = _work(8, "most tokens that a draft proposes for a pass", least=1, most=64, needs=("speculate",))
+    draft_len: int | str = _work(
+        AUTO,
+        f"tokens that a draft proposes for a pass, at most. auto: up to {MAX_AUTO_DRAFT_LEN}, as many as are fastest by the times and "
+        "acceptance of earlier passes, or none for the rest of the run",
+        kind="count or auto",
+        metavar="N|auto",
+        least=1,
+        most=64,
+        needs=("speculate",),
+    )
     seed: int = _work(0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, of_load=True)
 
     goal: str | None = _engine(
@@ -309,6 +321,11 @@ class Options:
     def positions(self) -> int:
         """Tokens of a sequence, prompt and generated ones."""
         return self.prompt_len + self.gen_len
+
+    @property
+    def most_proposals(self) -> int:
+        """Most tokens that a draft proposes for a pass."""
+        return self.draft_len if isinstance(self.draft_len, int) else MAX_AUTO_DRAFT_LEN
 
     @property
     def offload_path(self) -> Path:

@@ -65,6 +65,10 @@ class Job:
     machine: Machine = Machine()
     # Devices that this process drives, `ranks.device` by default. The first one has embedding, head, inputs and outputs.
     devices: tuple[torch.device, ...] = ()
+    # Of a draft: the stream engine's plan of its target model if that is the same model in more bits, whose weights outside of blocks the
+    # draft uses, too, and those of `shared` blocks.
+    target: Any = None
+    shared: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -135,7 +139,7 @@ class Job:
         """Most tokens of a rank's decode step; speculation verifies several of each sequence."""
         if self.config.speculate is None:
             return self.rank_batch
-        return self.rank_batch * most_positions(self.config.draft_len, self.rank_batch)
+        return self.rank_batch * most_positions(self.config.most_proposals, self.rank_batch)
 
     @property
     def length(self) -> int:  # prompt and generated tokens of a sequence
@@ -540,6 +544,7 @@ class LoadedModel:
     writable: Sequence[torch.nn.Parameter] = ()
     devices: tuple[torch.device, ...] = ()  # all that this process drives, `device` first
     draft: LoadedModel | None = None  # the model that proposes tokens, of which this one is the target model
+    weights: Any = None  # of the stream engine: what a draft of the same model shares
 
     def __post_init__(self) -> None:
         self.devices = self.devices or (self.device,)

@@ -30,7 +30,7 @@ from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
-from zero_inference.measure.speculation import Speculation, make_draft
+from zero_inference.measure.speculation import make_speculation
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.mlp import detect_routers, install_routing_kernel
@@ -284,7 +284,7 @@ def loaded_model(
         if plan.draft is not None:
             progress.say(f"loading the draft: {plan.draft.describe()}")
             with contextlib.redirect_stdout(sys.stderr):
-                loaded.draft = plan.draft.load()
+                loaded.draft = plan.draft.load(target=loaded)
             closing.callback(loaded.draft.close)
             if job.config.speculate == SELF and loaded.cpu_attention is not None:  # the cache of the target model
                 closing.enter_context(patch_attention(loaded.draft.model))
@@ -341,7 +341,7 @@ def measure_run(
             between_loops=link.between_loops,
             progress=task.at,
             warmup_spread=config.warmup_spread,
-            speculation=Speculation(make_draft(loaded, config), config.draft_len) if config.speculate else None,
+            speculation=make_speculation(loaded, config) if config.speculate else None,
         )
     if measurement.warmed_up is False:
         progress.say(

@@ -14,21 +14,29 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from zero_inference.config.option import AUTO
 from zero_inference.config.options import SELF
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel, most_positions
 from zero_inference.kv_cache.device import PreallocatedCache
 from zero_inference.models.layers import cache_per_module
+from zero_inference.planning.cost import expected_tokens
 from zero_inference.records.schema import SpeculationUse
 from zero_inference.utils.ranks import Ranks
 
 LONGEST_NGRAM = 8
+# Of a draft length that is chosen while it runs:
+LATEST = 5  # times, of which the shortest counts
+REMEMBERED = 0.9  # weight of the acceptance before a pass
+MIN_TRIALS = 8  # passes with proposals before they may end
 
 
 class Draft(Protocol):
@@ -125,17 +133,64 @@ def vocab_size_of(loaded: LoadedModel) -> int:
     return loaded.model.config.get_text_config(decoder=True).vocab_size
 
 
+class DraftLength:
+    """Chooses the number of proposals for a pass with the most expected tokens a second, from the times and acceptance of earlier ones.
+
+    First it tries `most`, a quarter of that and none, twice each: a pass takes longer the more tokens it verifies. Where a pass without
+    proposals is expected to be the best, after `MIN_TRIALS` passes with some, there are none from then on.
+    """
+
+    def __init__(self, most: int):
+        self.most, self.ended, self.trials = most, False, 0
+        self.untried = [each for each in dict.fromkeys((most, most // 4, 0)) for _ in range(2)]
+        self.pass_s: dict[int, deque[float]] = {}  # by tokens of a pass: its latest times
+        self.token_s: deque[float] = deque(maxlen=LATEST)  # of the draft, for a proposal
+        self.accepted = self.rejected = 0.0  # passes count the less the longer ago they were
+
+    def next(self) -> int:
+        if self.untried:
+            return self.untried[0]
+        if self.ended:
+            return 0
+        fewest = int(self.trials < MIN_TRIALS)
+        best = max(range(self.most, fewest - 1, -1), key=self.tokens_per_s)
+        self.ended = best == 0
+        return best
+
+    def tokens_per_s(self, count: int) -> float:
+        """Return the expected tokens a second of a sequence with `count` proposals for each pass."""
+        widths = sorted(self.pass_s)
+        pass_s = np.interp(count + 1, widths, [min(self.pass_s[each]) for each in widths])
+        draft_s = count * min(self.token_s, default=0.0)
+        acceptance = self.accepted / (self.accepted + self.rejected) if self.trials else 1.0
+        return float(expected_tokens(acceptance, count) / (pass_s + draft_s))
+
+    def observe(self, count: int, proposed: int, gained: int, width: int, draft_s: float, pass_s: float) -> None:
+        """Note a pass of `width` tokens that was to have `count` proposals, had `proposed`, and gave each sequence at least `gained` tokens."""
+        if self.untried and count == self.untried[0]:
+            self.untried.pop(0)
+        self.pass_s.setdefault(width, deque(maxlen=LATEST)).append(pass_s)
+        if proposed:
+            self.trials += 1
+            self.token_s.append(draft_s / proposed)
+            accepted = max(0, gained - 1)
+            self.accepted = accepted + REMEMBERED * self.accepted
+            self.rejected = (accepted < proposed) + REMEMBERED * self.rejected
+
+
 @dataclass
 class Speculation:
     """Proposals and their verification in the decode passes of one generation.
 
     Attributes:
+        length: chooses the number of proposals, from generation to generation; None: always `draft_len`.
         proposed, accepted: proposals by their position after the last known token, summed over the rows.
         draft_s, verify_s: seconds of drafts and of passes of the model.
     """
 
     draft: Draft
     draft_len: int
+    length: DraftLength | None = None
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     draft_s: float = 0.0
@@ -148,9 +203,12 @@ class Speculation:
         self.passes = 0
         self.draft.begin(texts, cache)
 
+    def next_len(self) -> int:
+        return self.draft_len if self.length is None else self.length.next()
+
     def propose(self, texts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
         start = time.perf_counter()
-        proposals = self.draft.propose(texts, counts)
+        proposals = self.draft.propose(texts, counts) if any(counts) else [[] for _ in texts]
         self.draft_s += time.perf_counter() - start
         return proposals
 
@@ -178,6 +236,11 @@ class Speculation:
             draft_s=draft_s,
             verify_s=verify_s,
         )
+
+
+def make_speculation(loaded: LoadedModel, config: RunConfig) -> Speculation:
+    most = config.most_proposals
+    return Speculation(make_draft(loaded, config), most, DraftLength(most) if config.draft_len == AUTO else None)
 
 
 @torch.no_grad()
@@ -210,23 +273,27 @@ def generate_speculatively(
     # ranks that are done go on with the others, which gather weights with them
     while not ended and ranks.maximum([float(min(map(len, texts)) < end)])[0]:
         shortest = min(map(len, texts))
-        cached = shortest - 1
-        most = max(1, min(most_positions(speculation.draft_len, len(texts)), end - 1 - cached))
+        cached, draft_len, draft_s = shortest - 1, speculation.next_len(), speculation.draft_s
+        most = max(1, min(most_positions(draft_len, len(texts)), end - 1 - cached))
         known = [text[cached:][:most] for text in texts]
-        counts = [min(speculation.draft_len, most - len(each)) for each in known]
+        counts = [min(draft_len, most - len(each)) for each in known]
         proposals = speculation.propose(texts, counts)
         rows = [each + proposed for each, proposed in zip(known, proposals)]
         width = max(len(row) for row, text in zip(rows, texts) if len(text) < end or shortest == end)
         padded = torch.tensor([(row + row[-1:] * width)[:width] for row in rows], device=loaded.device)
         start = time.perf_counter()
         predictions = next_tokens(loaded, padded, cache).tolist()
-        speculation.verify_s += time.perf_counter() - start
+        pass_s = time.perf_counter() - start
+        speculation.verify_s += pass_s
         speculation.passes += 1
         for text, proposed, predicted in zip(texts, proposals, predictions):
             before = len(text) - cached  # tokens of this pass that were known
             if len(text) < end:
                 text += speculation.accept(proposed, predicted[before - 1 :])
         cache.crop(min(map(len, texts)) - 1 - cached - width)
+        if speculation.length is not None:
+            gained, proposed = min(map(len, texts)) - shortest, max(map(len, proposals))
+            speculation.length.observe(draft_len, proposed, gained, width, speculation.draft_s - draft_s, pass_s)
         ended = after_pass(min(map(len, texts)) - prompt_len)
     shortest = min(map(len, texts))
     return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)

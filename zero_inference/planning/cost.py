@@ -31,6 +31,7 @@ from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.format import format_seconds, significant
 
 if TYPE_CHECKING:
+    from zero_inference.config.run_config import RunConfig
     from zero_inference.hardware.profile import EngineOverhead, HardwareProfile
 
 # The host launches operators this many times as slowly in a run as in the small models of `link --save`: the median of the committed runs
@@ -132,6 +133,46 @@ class Times:
         )
 
 
+# Share of proposals of the model's own copy in 4 bits that are accepted, if those before them were. SubSpec (arXiv 2509.18344) reports 3.7
+# of 4, 6.9 of 8, 12.2 of 16 and 19.5 of 32 accepted proposals; this makes 3.7, 6.9, 12.2 and 19.3.
+SELF_ACCEPTANCE = 0.967
+
+
+@dataclass(frozen=True)
+class SpeculationTimes:
+    """Predicted times of decoding with a draft."""
+
+    proposals: int  # of a pass
+    draft_s: float  # to make them
+    pass_s: float  # to verify them
+    tokens_per_pass: float  # of a sequence, with `SELF_ACCEPTANCE`
+    tokens_per_s: float
+
+    def in_words(self) -> str:
+        return (
+            f"{significant(self.tokens_per_s)} token/s, if {SELF_ACCEPTANCE:.1%} of the proposals are accepted (assumed): "
+            f"{self.tokens_per_pass:.1f} tokens a pass, {self.proposals} proposals {format_seconds(self.draft_s)}, "
+            f"pass {format_seconds(self.pass_s)}"
+        )
+
+
+def predict_speculation(config: RunConfig, rank_batch: int, draft: Times, target: Times) -> SpeculationTimes:
+    """Return the times of decoding with a draft of the same model. A pass gives the sequences of a batch what the one with the fewest
+    accepted proposals gets."""
+    step_s, pass_s, most = draft.step.seconds, target.step.seconds, config.most_proposals
+    found = []
+    for count in [most] if config.draft_len == most else range(1, most + 1):
+        tokens = expected_tokens(SELF_ACCEPTANCE**rank_batch, count)
+        tokens_per_s = config.batch_size * tokens / (count * step_s + pass_s)
+        found.append(SpeculationTimes(count, count * step_s, pass_s, tokens, tokens_per_s))
+    return max(found, key=lambda each: each.tokens_per_s)
+
+
+def expected_tokens(acceptance: float, count: int) -> float:
+    """Return the expected tokens of a pass that verifies `count` proposals, each accepted with this probability if those before it were."""
+    return sum(acceptance**accepted for accepted in range(count + 1))
+
+
 def seconds_in_words(seconds: float, range_s: Sequence[float] | None) -> str:
     """Return a text such as "0.123 s (0.11 s to 0.14 s)"."""
     return format_seconds(seconds) + (f" ({' to '.join(map(format_seconds, range_s))})" if range_s else "")
@@ -148,12 +189,13 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
     lacks_overhead = not plan.cost_terms.overhead_negligible and _overhead(plan, machine) is None
     if lacks_overhead and job.quantized and not job.on_gpu:  # dequantizing takes the most time there
         raise NotPredictable(f"how long {config.engine} takes to dequantize on a CPU was not measured")
-    one_token = job.empty_model.traced_pass(job.spec, 1, config.prompt_len + config.gen_len // 2)
+    positions = job.step_tokens // job.rank_batch  # of a sequence in a decode pass
+    decode = job.empty_model.traced_pass(job.spec, positions, config.prompt_len + config.gen_len // 2)
     prompt = job.empty_model.traced_pass(job.spec, config.prompt_len, 0)
-    if one_token is None or prompt is None:
+    if decode is None or prompt is None:
         raise NotPredictable("the model cannot be traced without its weights")
     prefill = pass_time(plan, machine, prompt, prefill=True)
-    step = pass_time(plan, machine, one_token, prefill=False)
+    step = pass_time(plan, machine, decode, prefill=False)
     dtype = job.spec.dtype_name
     fetches_by_several = job.num_gpus > 1 and bool(plan.moved_per_step().host_to_device_bytes_per_step)
     lacks_peers = bool(plan.exchanged_bytes(plan.fetched_bytes)) and machine.peers_gb_per_s is None
@@ -179,7 +221,7 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     """Return the time of a prefill, or of a decode step at the mean length. Raises NotPredictable: a rate is missing.
 
     Args:
-        traced: the pass of one sequence: its prompt, or one token that follows as many others as a step has on average.
+        traced: the pass of one sequence: its prompt, or the tokens of a decode step, which follow as many others as on average.
     """
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
     memory_name = "device_memory" if job.on_gpu else "host_memory"
@@ -187,7 +229,7 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     _seconds(1, memory_gb_per_s, f"{memory_name.replace('_', ' ')} (memory=)")  # refuses an unknown rate
     copy_s = copy_times(plan, machine, prefill)
     cpu = terms.prefill_cpu if prefill else terms.step_cpu
-    tokens = job.rank_batch * job.config.prompt_len if prefill else job.rank_batch
+    tokens = job.rank_batch * job.config.prompt_len if prefill else job.step_tokens
     weights_s = weight_times(plan, machine, traced, tokens, cpu)
     launch_floor_s = (job.on_gpu and launches and launches.graph_operator_s) or 0.0  # an operator that moves little
 
@@ -367,8 +409,8 @@ def weight_times(
         expert_tokens = max(expert_tokens, terms.fused_rows + 1)
     layers, experts = as_stored(tokens), as_stored(expert_tokens)
     head = outside = layers if terms.quantizes_all else plain(tokens)
-    if terms.head_plain_bytes:  # quantized on its own, and multiplies the last token of each sequence
-        head = codes(job.rank_batch, "int8", terms.head_stored_bytes / terms.head_plain_bytes)
+    if terms.head_plain_bytes:  # quantized on its own, and multiplies the last token of each sequence, or all that a pass verifies
+        head = codes(job.step_tokens, "int8", terms.head_stored_bytes / terms.head_plain_bytes)
     dequantize_ns = 0.0  # per byte of all weights, chosen or not
     if on_cpu:  # what a product with codes takes longer where there are too many tokens to multiply with codes
         dequantize_ns = (ratio + 1) / memory_gb_per_s

@@ -19,7 +19,7 @@ from zero_inference.planning import search
 from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit, faster_than, what_does_not_fit
 from zero_inference.planning.cost import Times, seconds_in_words
 from zero_inference.planning.memory import HOST_MEMORY, log_sizes, without_page_locked
-from zero_inference.planning.plan import Plan, draft_bytes, make_plan
+from zero_inference.planning.plan import Plan, draft_bytes, make_plan, without_draft
 from zero_inference.planning.roofline import planned_step_bound
 from zero_inference.planning.search import SearchResult, pareto_front
 from zero_inference.records.hardware import RATE_WORDS
@@ -206,12 +206,13 @@ def print_plan(job: Job, goal: str | None) -> None:
         except DoesNotFit as error:
             plan, refused = None, str(error)
         fits = plan is not None and plan.fits
-        # predictions are of one token a pass
+        # without speculation predictions are of one token a pass
         faster = faster_than(plan, goal) if fits and job.config.speculate is None else []
+        alone = without_draft(plan) if fits and plan.speculation else None
         changes = [] if fits else changes_that_fit(job)
     if fits:
         unknown = f"No speed is predicted: {plan.why_not_predicted}"
-        predicted = f"Predicted: {plan.times.in_words()}" if plan.times else unknown
+        predicted = f"Predicted: {(plan.speculation or plan.times).in_words()}" if plan.times else unknown
         load_s, range_s = plan.predicted.load_s, plan.predicted.load_range_s
         loading = "" if load_s is None else f", loading {seconds_in_words(load_s, range_s)}"
         verdict = f"{DoesNotFit.FITS} {predicted}{loading}."
@@ -220,9 +221,14 @@ def print_plan(job: Job, goal: str | None) -> None:
         reason = f"It needs {' and '.join(short)}." if plan else refused
         verdict = f"{DoesNotFit.VERDICT} {reason} It would fit with {advice_to_fit(job, changes)}."
     if job.config.json:
-        print(json.dumps(_plan_in_json(job, plan, refused, verdict, changes, faster), indent=1), flush=True)
+        found = _plan_in_json(job, plan, refused, verdict, changes, faster)
+        if alone is not None:
+            found["draft"]["decode_throughput_without"] = alone.tokens_per_s
+        print(json.dumps(found, indent=1), flush=True)
     else:
         rows = [*_rows(job, plan), ("faster", ", ".join(each.in_words() for each in faster))]
+        if alone is not None:
+            rows.append(("without draft", alone.in_words()))
         print("\n".join([verdict, *(f"  {label:<15}{text}" for label, text in rows if text)]), flush=True)
     if not fits:
         raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would fit.")
@@ -245,7 +251,9 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     rows += [("weights", weights), ("", job.conversion or ""), ("KV cache", cache)]
     if plan is not None and plan.draft is not None:
         taken = format_bytes(draft_bytes(plan.draft, config))
-        rows.append(("draft", f"{plan.draft.describe()}, {taken}, proposes up to {config.draft_len} tokens"))
+        shared = plan.draft.engine_plan.shared_layers
+        own = f"{taken} of its own" + f", {shared} layers shared" * bool(shared)
+        rows.append(("draft", f"{plan.draft.describe()}, {own}, proposes up to {config.most_proposals} tokens"))
     if plan is not None:
         rows += plan.describe_gpus()
         rows += [("decode", line) for line in plan.engine_plan.in_words()] + [("experts", plan.unchosen_experts or "")]
@@ -254,7 +262,8 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
             rate, bound = significant(limit["decode_throughput"]), RATE_WORDS[limit["bound_by"]]
             rows.append(("limit", f"{about} {rate} token/s by the rate of {bound} alone"))
         if plan.fits and plan.times:
-            left_out = [*plan.times.left_out, *["what --speculate gains"] * (config.speculate is not None)]
+            gain_unknown = config.speculate is not None and plan.speculation is None
+            left_out = [*plan.times.left_out, *["what --speculate gains"] * gain_unknown]
             rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(left_out))]
     return [*rows, ("options", shlex.join(shell_words(non_default_options(config))))]
 
@@ -280,7 +289,8 @@ def _plan_in_json(
     limit              of a described machine, by its rates alone
     moved_per_step     bytes of a decode step, over all ranks, by the record's names
     gpus               where one process drives several: layers, peak bytes and bytes over the link in a decode step of each
-    draft              of --speculate, if it is a model: bytes of its weights, and of its own KV cache
+    draft              of --speculate, if it is a model: bytes of its own weights, and of its own KV cache; `predicted` of self: seconds
+                       of a pass and of its proposals, and tokens of a pass with the assumed acceptance
     changes_that_fit   options to add, each for itself, where it does not fit
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """
@@ -303,7 +313,7 @@ def _plan_in_json(
         "predicted": {
             "prefill_s": times and times.prefill.seconds,
             "decode_step_s": times and times.step.seconds,
-            "decode_throughput": times and times.tokens_per_s,
+            "decode_throughput": times and plan.tokens_per_s,
             "bound_by": times and times.step.bound_by,
             "load_s": plan and plan.predicted.load_s,
             "prefill_range_s": times and times.prefill.range_s,
@@ -319,7 +329,12 @@ def _plan_in_json(
         "gpus": plan and (plan.by_gpu or None),
         "draft": plan
         and plan.draft
-        and {"placement": plan.draft.describe(), "bytes": draft_bytes(plan.draft, job.config)},
+        and {
+            "placement": plan.draft.describe(),
+            "bytes": draft_bytes(plan.draft, job.config),
+            "shared_layers": plan.draft.engine_plan.shared_layers,
+            "predicted": plan.speculation and asdict(plan.speculation),
+        },
         "placement": [weights.describe_location(), *weights.in_words()] if weights else [],
         "changes_that_fit": list(changes),
         "faster": [asdict(each) for each in faster],

@@ -14,12 +14,13 @@ import torch
 
 from zero_inference.config.checks import batch_advice
 from zero_inference.config.option import AUTO
-from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, NGRAM, OPTIONS, SELF
+from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, NGRAM, OPTIONS, SELF, SPECULATION_OPTIONS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress, refuse_speculation
 from zero_inference.engines.stream.blocks import why_one_device
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
+from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import Machine
@@ -28,7 +29,15 @@ from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.norms.patch import check_norm_kernels_option
-from zero_inference.planning.cost import RANGES, NotPredictable, Times, predict_load_s, predict_times
+from zero_inference.planning.cost import (
+    RANGES,
+    NotPredictable,
+    SpeculationTimes,
+    Times,
+    predict_load_s,
+    predict_speculation,
+    predict_times,
+)
 from zero_inference.planning.memory import DEVICE_MEMORY, HOST_MEMORY, Need, memory_needs
 from zero_inference.records.schema import Predicted
 from zero_inference.utils.format import format_bytes
@@ -90,6 +99,9 @@ THIS_MACHINE = Machine()
 # Predicted gain for which a mixture of experts runs on several GPUs: without resident weights two were predicted to generate from
 # Qwen3-30B-A3B 1.14 times as fast as one, and did 0.95 times (h200-x2-one-process/sixth_host).
 MIN_MIXTURE_GAIN = 1.2
+# A draft shares resident layers of at most this many times the bytes of its own: a shared layer frees memory for others, whose copies a pass
+# saves, but each of 16 proposals reads more. 8 bits gain from it beside 4, and 16 bits lose.
+MAX_SHARED_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -150,10 +162,17 @@ class Plan:
         """Why there are no `times`, in a few words; None if there are."""
         return self._prediction if isinstance(self._prediction, str) else None
 
+    @functools.cached_property
+    def speculation(self) -> SpeculationTimes | None:
+        """Predicted times with a draft of the same model; None without one, or where times are unknown."""
+        if self.job.config.speculate != SELF or self.times is None or self.draft.times is None:
+            return None
+        return predict_speculation(self.job.config, self.job.rank_batch, self.draft.times, self.times)
+
     @property
     def tokens_per_s(self) -> float:
         """Predicted token/s of decoding."""
-        return self.times.tokens_per_s
+        return (self.speculation or self.times).tokens_per_s
 
     @property
     def best_tokens_per_s(self) -> float:
@@ -203,9 +222,11 @@ class Plan:
         if times is not None:
             prefill, step = times.prefill, times.step
             values |= {"prefill_s": prefill.seconds, "prefill_range_s": prefill.range_s}
-            if job.config.speculate is None:  # else it is unknown how many passes there will be
+            if job.config.speculate is None:
                 values |= {"bound_by": step.bound_by, "decode_s": step.seconds * steps}
                 values["decode_range_s"] = step.range_s and [steps * each for each in step.range_s]
+            elif self.speculation is not None:  # else it is unknown how many passes there will be
+                values["decode_s"] = steps * job.config.batch_size / self.tokens_per_s
         return Predicted(**values)
 
     @property
@@ -283,11 +304,16 @@ class Plan:
         free_by_device = self.job.machine.free_device_bytes(self.job.devices, self.job.ranks)
         return make_plan(replace(self.job, free_by_device=free_by_device))
 
-    def load(self, progress: LoadProgress = lambda done: None) -> LoadedModel:
-        """Return the model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError."""
+    def load(self, progress: LoadProgress = lambda done: None, target: LoadedModel | None = None) -> LoadedModel:
+        """Return the model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError.
+
+        Args:
+            target: of a draft with `job.target`, the model whose weights it shares.
+        """
         self.predicted  # noqa: B018  while the model is empty
         self.engine_plan.prepare()
-        loaded = engine_module(self.job.config.engine).load(self.engine_plan, progress)
+        shared = {} if self.job.target is None else {"target": target}
+        loaded = engine_module(self.job.config.engine).load(self.engine_plan, progress, **shared)
         with contextlib.ExitStack() as closing:
             closing.callback(loaded.close)
             closing.enter_context(using_prompt_attention(loaded.model))
@@ -327,8 +353,12 @@ def with_options(job: Job, config: RunConfig) -> Job:
     return replace(job, config=config, devices=devices, free_by_device=job.machine.free_device_bytes(devices))
 
 
-def plan_draft(job: Job) -> Plan | None:
+def plan_draft(job: Job, target: StreamPlan | None = None, shared: frozenset[int] = frozenset()) -> Plan | None:
     """Return the plan of the draft of `--speculate`, by the stream engine on one device; None if that is no model.
+
+    Args:
+        target: of the same model, whose weights outside of layers the draft shares; None: it has all of its own.
+        shared: blocks whose weights it shares, too.
 
     Raises UsageError: it has another tokenizer, its cache cannot forget tokens, or the device cannot hold all of its weights.
     """
@@ -343,7 +373,7 @@ def plan_draft(job: Job) -> Plan | None:
         model=config.model if name == SELF else name,
         engine="stream",
         quant_bits=config.draft_bits,
-        cpu_compute="off" if job.on_gpu else AUTO,
+        cpu_compute="off" if job.on_gpu or (target is not None and target.cpu is None) else AUTO,
         kv_offload=name == SELF and config.kv_offload and job.on_gpu,  # it continues the cache of the target model
     ).validate()
 
@@ -360,7 +390,10 @@ def plan_draft(job: Job) -> Plan | None:
         spec, empty_model = job.empty_model.cached(("draft", name), build)
     except UsageError as error:
         raise UsageError(str(error).replace("--model", "--speculate", 1)) from error
-    draft = replace(job, config=own, spec=spec, empty_model=empty_model)
+    # what the pair takes is known when the target model is planned beside it
+    free = job.free_by_device if target is None else tuple(1 << 60 for _ in job.free_by_device)
+    draft = replace(job, config=own, spec=spec, empty_model=empty_model, free_by_device=free)
+    draft = replace(draft, target=target, shared=shared)
     if name != SELF:
         refuse_inputs(draft)
         refuse_speculation(draft, f"--speculate {name}")
@@ -409,17 +442,51 @@ def make_plan(job: Job) -> Plan:
     refuse_speculation(job, asked)
     if job.config.speculate != NGRAM and len(job.devices) > 1 and job.config.num_gpus is None:
         job = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
-    draft = plan_draft(job)
-    if draft is None:
-        return plan_target(job)
-    taken = draft_bytes(draft, job.config)
-    left = tuple(max(0, each - taken) for each in job.free_by_device)
-    try:
-        plan = plan_target(replace(job, free_by_device=left))
-    except DoesNotFit as error:
-        raise DoesNotFit(f"{error} The draft of {asked} takes {format_bytes(taken)}.") from error
+    plan, draft = _plan_with_draft(job, asked)
     # the engine plan's job has what is left, this one what there is: another plan of it subtracts the draft again
-    return replace(plan, job=job, draft=draft)
+    return plan if draft is None else replace(plan, job=job, draft=draft)
+
+
+def _plan_with_draft(job: Job, asked: str) -> tuple[Plan, Plan | None]:
+    """Return the plans of target model and draft.
+
+    A draft of the same model shares what is outside of layers, and the layers that stay on the device, if the target model stores them in
+    at most `MAX_SHARED_RATIO` times the bytes: the more there are, the less memory the draft takes of its own, so as many as fit.
+    """
+
+    def target_beside(taken: int) -> Plan:
+        left = tuple(max(0, each - taken) for each in job.free_by_device)
+        try:
+            return plan_target(replace(job, free_by_device=left))
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error} The draft of {asked} takes {format_bytes(taken)}.") from error
+
+    if job.config.speculate != SELF or job.config.engine != "stream":
+        draft = plan_draft(job)
+        return target_beside(0 if draft is None else draft_bytes(draft, job.config)), draft
+    least = replace(job, config=replace(job.config, gpu_memory=0.0)) if job.config.gpu_memory is None else job
+    target = plan_target(least).engine_plan
+    draft = plan_draft(job, target)
+    taken, placement = draft_bytes(draft, job.config), draft.engine_plan.placement
+    plan = target_beside(taken)
+    if target.placement.layer_bytes > MAX_SHARED_RATIO * placement.layer_bytes:
+        return plan, draft
+
+    def draft_beside(plan: Plan) -> Plan:
+        return plan_draft(job, plan.engine_plan, frozenset(plan.engine_plan.placement.resident))
+
+    draft = draft_beside(plan)
+    fewest, most = 0, min(placement.layers, sum(job.free_by_device) // target.placement.layer_bytes)
+    while fewest < most:  # shared layers
+        count = (fewest + most + 1) // 2
+        beside = taken - count * placement.layer_bytes
+        more = target_beside(beside)
+        sharing = draft_beside(more)
+        if draft_bytes(sharing, job.config) <= beside:
+            fewest, plan, draft = count, more, sharing
+        else:
+            most = count - 1
+    return plan, draft
 
 
 def refuse_inputs(job: Job) -> None:
@@ -521,6 +588,11 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: Empt
         raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
     plan.check()
     return plan
+
+
+def without_draft(plan: Plan) -> Times | None:
+    """Return the predicted times of the same run without speculation; None where they are unknown."""
+    return plan_with(plan.job, **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS}).times
 
 
 def plan_with(job: Job, **fields: Any) -> Plan:

@@ -18,6 +18,7 @@ from zero_inference.config.options import (
     OPTIONS,
     QUANT_BITS,
     QUANTIZING_ENGINES,
+    SELF,
     STORED,
 )
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
@@ -49,6 +50,7 @@ MIN_KV_GAIN = 1.05  # speedup for which the KV cache is moved to host memory
 MIN_KV_SHARE = 0.05  # share of device memory that the KV cache takes, for host memory to be tried
 ALL_IN_HOST_MEMORY = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
 TRIAL_TOKENS = 17  # of a run of `verify`: 16 steps
+MIN_SPECULATION_GAIN = 1.2  # predicted speedup for which a draft is used
 MAX_OTHERS = 5  # alternatives in the record of a choice
 BEST_WORDS = {"throughput": "Fastest", "latency": "Shortest decode step", "memory": "Least memory"}  # by goal
 
@@ -320,12 +322,15 @@ def choose(
     if config.goal is None:
         by_goal.sort(key=lambda each: -precision(each.job))
     best, *others = by_goal
+    if "speculate" in auto:
+        best = _with_draft_if_faster(best, say)
     chosen = best.job.config
     check_launch(chosen, ranks, machine)
     check_model(chosen, spec)
     options = f"--engine {chosen.engine} --quant-bits {bits_option(best.job)} --batch-size {chosen.batch_size}"
     options += " --kv-offload" if chosen.kv_offload else ""
-    say(f"chosen: {options}: predicted {best.times.in_words()}")
+    options += f" --speculate {chosen.speculate}" if chosen.speculate else ""
+    say(f"chosen: {options}: predicted {(best.speculation or best.times).in_words()}")
     choice = AutoChoice(
         options=list(auto),
         goal=config.goal,
@@ -333,6 +338,22 @@ def choose(
         over=[f"{command_of(each.job.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MAX_OTHERS]],
     )
     return chosen, choice, job.empty_model
+
+
+def _with_draft_if_faster(plan: Plan, say: Callable[[str], None]) -> Plan:
+    """Return `plan` with `--speculate self` where that is predicted to decode faster by `MIN_SPECULATION_GAIN`, else as it is."""
+    try:
+        if plan.job.spec.experts[0]:
+            raise UsageError("each token of a pass chooses experts of its own")
+        other = plan_with(plan.job, speculate=SELF)
+    except UsageError as error:
+        say(f"--speculate auto: off: {error}")
+        return plan
+    if other.fits and other.speculation and other.tokens_per_s >= MIN_SPECULATION_GAIN * plan.tokens_per_s:
+        return other
+    rates = f"{significant(other.tokens_per_s)} token/s with self, {significant(plan.tokens_per_s)} without"
+    say(f"--speculate auto: off: {rates}")
+    return plan
 
 
 def headline(found: SearchResult, goal: str) -> str:

@@ -51,10 +51,11 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     return flat.view(shape)
 
 
-def host_copy(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `values` in new host memory that is not page-locked, with the strides of `torch.empty_like`."""
-    flat = host_empty((values.numel(),), values.dtype, pinned=False)
-    flat.view(torch.uint8).zero_()
+def host_copy(values: torch.Tensor, pinned: bool = False) -> torch.Tensor:
+    """Return a copy of `values` in new host memory, page-locked if `pinned`, with the strides of `torch.empty_like`."""
+    flat = host_empty((values.numel(),), values.dtype, pinned)
+    if not pinned:
+        flat.view(torch.uint8).zero_()
     strides = torch.empty_like(values, device="meta").stride()
     return flat.as_strided(values.shape, strides).copy_(values)
 

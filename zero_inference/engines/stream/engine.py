@@ -39,6 +39,7 @@ from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import Keep, load_weights
 from zero_inference.records.schema import DecodeGraph
+from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.timing import Transfers
 
 TOO_SHORT = "no generation was long enough to try a graph"
@@ -50,21 +51,27 @@ def check(plan: StreamPlan) -> None:
     pass  # it needs nothing beyond what every engine needs
 
 
-def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> LoadedModel:
+def load(
+    plan: StreamPlan, progress: LoadProgress = lambda done: None, target: LoadedModel | None = None
+) -> LoadedModel:
+    """Load the model; `target`: that of `plan.job.target`, whose weights it shares."""
     job, placement = plan.job, plan.placement
     model, first = job.empty_model.model, job.devices[0]
     layouts = [block.layout for block in placement.blocks]
     devices = [job.devices[placement.device_of(index)] for index in range(len(layouts))]
-    store = BlockStore(layouts, devices, placement.resident, plan.pinned)
+    shared = None if target is None else target.weights
+    buffers = {} if shared is None else {block: shared.store.buffers[block] for block in job.shared}
+    store = BlockStore(layouts, devices, placement.resident, plan.pinned, buffers)
     prefix, layers = decoder_layers(model)
-    weights = _WeightLoader(plan, store)
+    weights = _WeightLoader(plan, store, shared)
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
         closing.callback(weights.close)
         keep = Keep(plan.kept, weights.adopt_stored)
         load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress, keep)
         # more than was planned where a checkpoint unties what config.json ties
         outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
-        placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
+        if shared is None:
+            placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
         move_buffers(model, weights.device_of)
         if job.on_gpu:
             torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
@@ -117,6 +124,7 @@ def load(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Loaded
         pinned_memory=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
         modules_changed=modules_changed,
+        weights=weights,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in plan.stored],
     )
 
@@ -162,8 +170,8 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
 class _WeightLoader:
     """Stores each parameter as it is read: in its block, the embedding in host memory, the head's codes, or as it is on the device."""
 
-    def __init__(self, plan: StreamPlan, store: BlockStore):
-        self.plan, self.store = plan, store
+    def __init__(self, plan: StreamPlan, store: BlockStore, shared: _WeightLoader | None = None):
+        self.plan, self.store, self.shared = plan, store, shared
         devices, (prefix, layers) = plan.job.devices, decoder_layers(plan.job.empty_model.model)
         of_layers = plan.placement.layer_devices or (0,) * len(layers)
         self.device_of = device_by_name(prefix, [devices[each] for each in of_layers], devices[0])
@@ -171,14 +179,19 @@ class _WeightLoader:
         self.embedding: HostEmbedding | None = None
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        plan, device, table = self.plan, self.device_of(name), self.plan.placement.embedding
+        plan, device, table, shared = self.plan, self.device_of(name), self.plan.placement.embedding, self.shared
         if plan.head is not None and name == plan.head.name:
-            self.packed_head = plan.head.packed(parameter.data, device)
+            self.packed_head = plan.head.packed(parameter.data, device) if shared is None else shared.packed_head
         elif table is not None and name == table.weight:
             module = plan.job.empty_model.model.get_submodule(table.module)
-            self.embedding = HostEmbedding(module, parameter.data, self.store.pinned)
+            values = host_copy(parameter.data, self.store.pinned) if shared is None else shared.embedding.table
+            self.embedding = HostEmbedding(module, values)
         elif name in plan.stored:
-            self.store.put(*plan.stored[name], parameter.data, plan.scheme)
+            if plan.stored[name][0] not in self.store.shared:
+                self.store.put(*plan.stored[name], parameter.data, plan.scheme)
+        elif shared is not None:
+            parameter.data = shared.plan.job.empty_model.model.get_parameter(name).data
+            return
         else:
             parameter.data = parameter.data.to(device)
             return

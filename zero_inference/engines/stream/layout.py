@@ -177,15 +177,23 @@ class BlockStore:
     Args:
         devices: of each block.
         resident: indices of resident blocks.
+        shared: buffers of blocks that another store has filled.
     """
 
     def __init__(
-        self, layouts: list[BlockLayout], devices: Sequence[torch.device], resident: Collection[int], pinned: bool
+        self,
+        layouts: list[BlockLayout],
+        devices: Sequence[torch.device],
+        resident: Collection[int],
+        pinned: bool,
+        shared: Mapping[int, torch.Tensor],
     ):
         self.layouts, self.devices, self.resident, self.pinned = layouts, devices, set(resident), pinned
+        self.shared = frozenset(shared)
         self.buffers = {  # block -> uint8 [nbytes]
-            block: torch.empty(layouts[block].nbytes, dtype=torch.uint8, device=devices[block]) for block in resident
-        }
+            block: torch.empty(layouts[block].nbytes, dtype=torch.uint8, device=devices[block])
+            for block in self.resident - self.shared
+        } | dict(shared)
 
     def put(self, block: int, stored: StoredParameter, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
         """Store a parameter of `block`, quantized on its device if its layout says so.

@@ -125,6 +125,10 @@ class Placement:
         return sum(self.blocks[block].layout.nbytes for block in blocks)
 
     @property
+    def layer_bytes(self) -> int:  # of a mean layer
+        return self.nbytes_of(range(len(self.blocks))) // self.layers
+
+    @property
     def slot_bytes(self) -> int:
         return max((self.blocks[block].layout.nbytes for block in self.in_host_memory), default=0)
 

@@ -91,7 +91,7 @@ class StreamPlan(EnginePlan):
         return prefill_micro_batches(self.job, self.layer_devices) if self.placement.may_divide else 1
 
     def weight_bytes_on(self, device: int) -> int:
-        return self.placement.device_bytes_on(device)
+        return self.placement.device_bytes_on(device) - (_shared_bytes(self.job, self.placement)[0] if not device else 0)
 
     def fetched_bytes_on(self, device: int) -> int:
         placement, experts = self.placement, self.placement.cpu_experts
@@ -122,6 +122,11 @@ class StreamPlan(EnginePlan):
         restored = torch.empty_like(values, memory_format=torch.contiguous_format)
         dequantize(scheme.as_weight(*quantize(values, scheme)), restored)
         return restored.mT if transposed else restored
+
+    @property
+    def shared_layers(self) -> int:
+        """Layers whose weights are those of the target model."""
+        return len({self.placement.blocks[block].layer for block in self.job.shared})
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[int, StoredParameter]]:
@@ -314,17 +319,18 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     no_cpu_at_all = why_no_cpu_compute(job)
     with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None
-    placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, divided=False), None)
+    placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, _target_is_divided(job)), None)
     no_graph = why_no_graph(job, in_groups=_reads_group_sizes(job, placement))
     placement = replace(placement, graphs=job.on_gpu and no_graph is None)
-    host, pinned = placement.host_bytes + placement.embedding_bytes, job.pin_weights
+    shared_device, shared_host = _shared_bytes(job, placement)
+    host, pinned = placement.host_bytes + placement.embedding_bytes - shared_host, job.pin_weights
     attends = cpu is not None and cpu.attends
     no_cpu_attention = None
     if job.config.kv_offload and not attends:
         no_cpu_attention = no_cpu_at_all or why_no_cpu_attention(job) or no_cpu or SLOWER_ATTENTION
     return StreamPlan(
         job,
-        Footprint(device=placement.device_bytes, host=host, pinned=host if pinned else 0),
+        Footprint(device=placement.device_bytes - shared_device, host=host, pinned=host if pinned else 0),
         pinned,
         placement,
         cpu=cpu,
@@ -394,12 +400,32 @@ def _laid_out(job: Job, divided: bool) -> tuple[list[Block], int]:
         ("blocks", scheme, bool(stored) and job.spec.weights_are_here, bool(stored), divided),
         lambda: lay_out_blocks(job.empty_model.model, scheme, divided, stored),
     )
+    if job.target is not None:
+        placed = job.target.placement
+        blocks = [placed.blocks[index] if index in job.shared else each for index, each in enumerate(blocks)]
+        return blocks, placed.outside_bytes + placed.embedding_bytes
     head = _head(job, blocks)
     return blocks, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
 
 
+def _target_is_divided(job: Job) -> bool:
+    return job.target is not None and any(block.module for block in job.target.placement.blocks)
+
+
+def _shared_bytes(job: Job, placement: Placement) -> tuple[int, int]:
+    """Return the bytes on the device and in host memory that a draft shares with its target model: blocks that are resident there, and
+    everything outside of blocks."""
+    if job.target is None:
+        return 0, 0
+    resident = set(placement.resident)
+    on_device = placement.nbytes_of(job.shared & resident) + placement.outside_bytes
+    return on_device, placement.nbytes_of(job.shared - resident) + placement.embedding_bytes
+
+
 def _head(job: Job, blocks: Sequence[Block]) -> HeadWeight | None:
     """Return the output head if it is to be quantized: with layers whose workspace holds rows of it."""
+    if job.target is not None:
+        return job.target.head
     if not job.config.quantized:
         return None
     given, default = job.config.quant_group_size, GROUP_SIZES[HEAD_BITS]
@@ -482,6 +508,8 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         placed = replace(placement, embedding=embedding, gathers=gathers, graphs=graphs, link_shares=links)
         return replace(placed, format=form, fuses_codes=fuses)
 
+    if job.target is not None:
+        return place(job.target.placement.embedding)
     embedding = find_host_embedding(job)
     if embedding is None:
         return place(None)

@@ -24,7 +24,6 @@ from zero_inference.kernels.products import FUSED_ROWS, can_fuse, quantized_line
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.empty_model import parameter_names
 from zero_inference.models.tracing import trace_reads
-from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.patching import Patches
 
 HEAD_BITS = 8
@@ -80,11 +79,10 @@ def _name_of_weight(model: Any, module: nn.Module | None, kind: type[nn.Module])
 
 
 class HostEmbedding:
-    """Computes the embedding `module` from its weight `values` [vocabulary, columns] in host memory until it is closed."""
+    """Computes the embedding `module` from its weight `table` [vocabulary, columns] in host memory until it is closed."""
 
-    def __init__(self, module: nn.Module, values: torch.Tensor, pinned: bool):
-        self.patches, self.table = Patches(), host_empty(values.shape, values.dtype, pinned)
-        self.table.copy_(values)
+    def __init__(self, module: nn.Module, table: torch.Tensor):
+        self.patches, self.table = Patches(), table
         self.patches.set_attr(module, "forward", self.rows)
 
     def rows(self, input: torch.Tensor) -> torch.Tensor:
