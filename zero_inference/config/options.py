@@ -157,6 +157,23 @@ class Options:
     )
     draft_bits: int = _work(4, "bits of a stored weight of a draft that is a model", choices=(16, 8, 4))
     draft_len: int = _work(8, "most tokens that a draft proposes for a pass", least=1, most=64, needs=("speculate",))
+    temperature: float | None = _work(
+        None,
+        "sample tokens at this temperature, with or without --speculate; below 1 favors likely ones",
+        kind="positive",
+        metavar="T",
+        default_help="greedy",
+        least=1e-6,
+    )
+    top_p: float = _work(
+        1.0,
+        "sample among the likeliest tokens, as few as have this share of the probability",
+        kind="positive",
+        metavar="P",
+        most=1,
+        least=0,
+        needs=("temperature",),
+    )
     seed: int = _work(0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, of_load=True)
 
     goal: str | None = _engine(
