@@ -197,7 +197,7 @@ WAYS = {
 )
 def test_runs_of_every_engine_give_the_ids_of_plain_transformers(family, way, folder_of, reference, tmp_path):
     _, expected = reference(family)
-    options = f"--model {folder_of(family)} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 2"
+    options = f"--model {folder_of(family)} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 2 --draft-len 8"
     draft = "self" if way.startswith("self") else "ngram"
     assert (
         main(["run_model.py", *f"{options} --speculate {draft} --log-file {tmp_path}/run.log {WAYS[way]}".split()]) == 0
@@ -222,7 +222,7 @@ def test_ranks_that_need_other_numbers_of_passes_go_on_together(draft, run_model
     loaded.close()
     assert halves[0] != halves[1]
     options = f"--model {folder_of('bloom')} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 1"
-    more = f"--cpu-offload --speculate {draft}".split()
+    more = f"--cpu-offload --speculate {draft} --draft-len 8".split()
     done = run_model(*options.split(), *more, launcher="by hand", ranks=2)
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2

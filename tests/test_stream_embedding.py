@@ -24,6 +24,7 @@ from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, make_plan
 from zero_inference.utils.format import format_bytes
+from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.ranks import detect_ranks
 
 on_a_gpu = pytest.mark.skipif(

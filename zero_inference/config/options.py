@@ -169,6 +169,23 @@ class Options:
         most=64,
         needs=("speculate",),
     )
+    temperature: float | None = _work(
+        None,
+        "sample tokens at this temperature, with or without --speculate; below 1 favors likely ones",
+        kind="positive",
+        metavar="T",
+        default_help="greedy",
+        least=1e-6,
+    )
+    top_p: float = _work(
+        1.0,
+        "sample among the likeliest tokens, as few as have this share of the probability",
+        kind="positive",
+        metavar="P",
+        most=1,
+        least=0,
+        needs=("temperature",),
+    )
     seed: int = _work(0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, of_load=True)
 
     goal: str | None = _engine(

@@ -49,6 +49,7 @@ OTHER_OPTIONS = {
     "--dummy": "load-format",
     "--decode-graph off": "enforce-eager",
     "--engine accelerate": "device-map",
+    "--temperature T": "temp",
     "--loops N": "r repetitions num-iters",
     "--rounds N": "r repetitions num-iters",
     "--log-file FILE": "o output output-file output-json",
@@ -58,7 +59,7 @@ OTHER_OPTIONS = {
     "--machine NAME": "gpu hardware",
 }
 NOT_DONE = {  # the answer -> options that no command has
-    "runs decode greedily; from Python `load` gives a model whose `generate` samples": "temperature top-k top-p num-beams",
+    "runs have --temperature and --top-p; from Python `load` gives a model whose `generate` has more": "top-k min-p num-beams",
     "CUDA_VISIBLE_DEVICES says which GPUs are used": "device main-gpu",
     "HF_TOKEN in the environment has it": "hf-token token",
     "the newest commit is fetched; for another one give a local folder": "revision",

@@ -43,6 +43,9 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import Transfers
 
 LoadProgress = Callable[[int], None]  # gets the bytes of each loaded parameter
+SAMPLING_BYTES = (
+    64  # of a logit while a token is sampled: float32 scores, their sort with int64 indices, and the noise of all ranks
+)
 MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; smaller on other GPUs
 
 
@@ -250,11 +253,14 @@ class Job:
     @property
     def activation_bytes(self) -> int:  # peak of a rank's prefill, or of a pass that verifies proposals
         model, batch = self.empty_model, self.rank_batch
-        prefill = model.activation_bytes(self.spec, batch, self.config.prompt_len)
+        vocab_size = self.spec.text_config.vocab_size
+        sampling = 0 if self.config.temperature is None else batch * vocab_size * SAMPLING_BYTES
+        prefill = max(sampling, model.activation_bytes(self.spec, batch, self.config.prompt_len))
         if self.config.speculate is None:
             return prefill
-        logits = self.step_tokens * self.spec.text_config.vocab_size * self.spec.dtype.itemsize
-        return max(prefill, model.activation_bytes(self.spec, batch, self.step_tokens // batch) + logits)
+        logits = self.step_tokens * vocab_size * self.spec.dtype.itemsize
+        verification = model.activation_bytes(self.spec, batch, self.step_tokens // batch)
+        return max(prefill, max(sampling, verification) + logits)
 
 
 @dataclass(frozen=True)

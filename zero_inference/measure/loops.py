@@ -1,4 +1,4 @@
-"""Run and time the loops: greedy generations of equal length. Knows no engine, only a model to call.
+"""Run and time the loops: generations of equal length. Knows no engine, only a model to call.
 
 A step is timed by an event recorded after the selection of its token (a clock on a CPU), through transformers' stopping criteria, so
 that timing adds no synchronization to the step. With speculation a step is a pass that verifies several tokens.
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.correctness import LogitsCheck
+from zero_inference.measure.sampling import Sampler
 from zero_inference.measure.speculation import Speculation, generate_speculatively
 from zero_inference.measure.steadiness import relative_spread
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
@@ -53,8 +54,9 @@ def measure_loops(
     progress: Callable[[str, float], None] = lambda words, done: None,
     warmup_spread: float | None = None,
     speculation: Speculation | None = None,
+    sampler: Sampler | None = None,
 ) -> Measurement:
-    """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
+    """Run `warmup` and then `loops` generations of exactly `gen_len` tokens.
 
     After a warm-up, up to `MAX_SETTLING` more generations follow until the engine has settled; the last of them ends early.
 
@@ -67,6 +69,7 @@ def measure_loops(
         progress: called after each token with what is under way, and the tokens that are done.
         warmup_spread: ends the warm-up as soon as its latest loops are `is_steady` within this share; `warmup` is then the maximum.
         speculation: drafts that passes of several tokens verify; it needs `make_cache`, and no `forced_tokens`.
+        sampler: selects the tokens, alike in each generation; None: greedily.
 
     Raises RunError: logits of the first generation are not finite.
     """
@@ -86,10 +89,12 @@ def measure_loops(
                 loaded.timeline.restart()
 
         if speculation is None:
-            generated = generate_ids(loaded, ids, gen_len, make_cache, forced_tokens, [clock], begin)
+            generated = generate_ids(loaded, ids, gen_len, make_cache, forced_tokens, [clock], begin, sampler)
         else:
             cache = make_cache()
-            generated = generate_speculatively(loaded, ids, gen_len, cache, speculation, ranks, clock.mark, begin)
+            generated = generate_speculatively(
+                loaded, ids, gen_len, cache, speculation, ranks, clock.mark, begin, sampler
+            )
         loop = clock.loop(ranks)
         if speculation is not None:
             loop = loop.model_copy(update={"speculation": speculation.use(ranks, generated.shape[1] - 1)})
@@ -97,7 +102,9 @@ def measure_loops(
             loaded.dtype,
             ranks,
             # a pass of several tokens may be the first with such logits
-            lambda tokens: generate_ids(loaded, ids, gen_len if speculation else tokens, make_cache, forced_tokens),
+            lambda tokens: generate_ids(
+                loaded, ids, gen_len if speculation else tokens, make_cache, forced_tokens, sampler=sampler
+            ),
         )
         return loop, generated
 
@@ -135,11 +142,13 @@ def generate_ids(
     forced_tokens: torch.Tensor | None,
     criteria: Sequence[StoppingCriteria] = (),
     begin: Callable[[], None] = lambda: None,
+    sampler: Sampler | None = None,
 ) -> torch.Tensor:
-    """Return the greedily selected ids int64 [B, gen_len] of one generation; fewer if `criteria` end it.
+    """Return the selected ids int64 [B, gen_len] of one generation; fewer if `criteria` end it.
 
     Args:
         begin: called when inputs and cache are there.
+        sampler: selects the tokens; None: greedily.
     """
     inputs = ids.to(loaded.device)
     feeding = [] if forced_tokens is None else [_ForcedTokens(forced_tokens.to(loaded.device), ids.shape[1])]
@@ -149,6 +158,7 @@ def generate_ids(
         inputs,
         attention_mask=torch.ones_like(inputs),
         generation_config=greedy_config(gen_len),
+        logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
         stopping_criteria=StoppingCriteriaList([*criteria, *feeding]),
         **extra,
     )

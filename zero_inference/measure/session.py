@@ -30,6 +30,7 @@ from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
+from zero_inference.measure.sampling import Sampler
 from zero_inference.measure.speculation import make_speculation
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
@@ -305,6 +306,7 @@ class Session:
     ids: torch.Tensor  # this rank's prompts, int64 [batch / ranks, prompt_len]
     make_cache: Callable[[], Any] | None  # returns the KV cache of a loop; None leaves it to transformers
     forced_tokens: torch.Tensor | None  # see `measure_loops`
+    sampler: Sampler | None  # None: greedy
     measurement: Measurement
     rates: Rates
     link: LinkMonitor
@@ -328,6 +330,7 @@ def measure_run(
     forced_tokens = None
     if job.spec.dummy_routing == "text":
         forced_tokens = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
+    sampler = Sampler.of_rank(config, ranks, job.spec.text_config.vocab_size)
     with progress.task("generating", (config.warmup + config.loops) * config.gen_len) as task:
         measurement = measure_loops(
             loaded,
@@ -341,7 +344,8 @@ def measure_run(
             between_loops=link.between_loops,
             progress=task.at,
             warmup_spread=config.warmup_spread,
-            speculation=make_speculation(loaded, config) if config.speculate else None,
+            speculation=make_speculation(loaded, config, sampler) if config.speculate else None,
+            sampler=sampler,
         )
     if measurement.warmed_up is False:
         progress.say(
@@ -349,7 +353,7 @@ def measure_run(
             f"{config.warmup_spread:.0%}"
         )
     rates = update_rates(rates, link, measurement.loops[-1].moved)
-    return Session(plan, loaded, own, make_cache, forced_tokens, measurement, rates, link)
+    return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link)
 
 
 def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
@@ -379,7 +383,7 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
                 layer.register_forward_hook(lambda *_: spans.pop().__exit__(None, None, None)),
             )
         tokens = min(job.config.gen_len, TRACED_TOKENS)
-        generate_ids(loaded, session.ids, tokens, session.make_cache, session.forced_tokens)
+        generate_ids(loaded, session.ids, tokens, session.make_cache, session.forced_tokens, sampler=session.sampler)
         synchronize(loaded.devices)
     if not job.ranks.is_first:
         return None

@@ -1,5 +1,5 @@
-"""Speculative decoding: a draft proposes tokens, and one pass of the target model verifies them. Greedy ids are those of the target model
-alone, up to rounding: a pass of several tokens may break a near tie otherwise.
+"""Speculative decoding: a draft proposes tokens, and one pass of the target model verifies them. Ids, greedy or sampled, are those of the
+target model alone, up to rounding: a pass of several tokens may break a near tie otherwise.
 
 The rows of a batch accept different numbers of tokens, but share their cached positions: those that the row with the fewest tokens has
 computed. In the next pass a row that is ahead feeds its known tokens again, and its proposals after them:
@@ -27,6 +27,7 @@ from zero_inference.config.options import SELF
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel, most_positions
 from zero_inference.kv_cache.device import PreallocatedCache
+from zero_inference.measure.sampling import Sampler
 from zero_inference.models.layers import cache_per_module
 from zero_inference.planning.cost import expected_tokens
 from zero_inference.records.schema import SpeculationUse
@@ -76,16 +77,23 @@ class NgramDraft:
 
 
 class ModelDraft:
-    """Proposes the likeliest tokens of a model, computed one by one.
+    """Proposes the tokens that a model selects, computed one by one.
 
     Args:
         vocab_size: ids that the target model knows.
         make_cache: returns an empty KV cache of this model; None: it continues the cache of the target model, whose layers it has.
             Verification overwrites what it wrote there.
+        sampler: that of the target model; None: the likeliest tokens.
     """
 
-    def __init__(self, loaded: LoadedModel, vocab_size: int, make_cache: Callable[[], PreallocatedCache] | None = None):
-        self.loaded, self.vocab_size, self.make_cache = loaded, vocab_size, make_cache
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        vocab_size: int,
+        make_cache: Callable[[], PreallocatedCache] | None = None,
+        sampler: Sampler | None = None,
+    ):
+        self.loaded, self.vocab_size, self.make_cache, self.sampler = loaded, vocab_size, make_cache, sampler
         self.own_vocab_size = vocab_size_of(loaded)
 
     def begin(self, texts: Sequence[list[int]], cache: PreallocatedCache) -> None:
@@ -109,7 +117,7 @@ class ModelDraft:
         lengths = torch.tensor([len(text) for text in texts], device=known.device)
         ids, found = known[:, : shortest - begin], []
         for position in range(shortest, end):  # the host waits for none of these steps
-            found.append(next_tokens(self.loaded, ids, cache, last_only=True, vocab_size=self.vocab_size))
+            found.append(next_tokens(self.loaded, ids, cache, self.sampler, last_only=True, vocab_size=self.vocab_size))
             ids = torch.where((lengths > position)[:, None], known[:, position - begin, None], found[-1])
         if self.make_cache is None:
             cache.crop(begin - cache.get_seq_length())
@@ -118,15 +126,15 @@ class ModelDraft:
         return [row[start : start + count] for row, start, count in zip(proposals, starts, counts)]
 
 
-def make_draft(loaded: LoadedModel, config: RunConfig) -> Draft:
-    """Return the draft of `--speculate`."""
+def make_draft(loaded: LoadedModel, config: RunConfig, sampler: Sampler | None = None) -> Draft:
+    """Return the draft of `--speculate`, which selects tokens by the `sampler` of the target model."""
     draft = loaded.draft
     if draft is None:
         return NgramDraft()
     vocab_size = vocab_size_of(loaded)
     if config.speculate == SELF:
-        return ModelDraft(draft, vocab_size)
-    return ModelDraft(draft, vocab_size, draft.cache_factory(replace(config, kv_offload=False)))
+        return ModelDraft(draft, vocab_size, sampler=sampler)
+    return ModelDraft(draft, vocab_size, draft.cache_factory(replace(config, kv_offload=False)), sampler)
 
 
 def vocab_size_of(loaded: LoadedModel) -> int:
@@ -166,7 +174,8 @@ class DraftLength:
         return float(expected_tokens(acceptance, count) / (pass_s + draft_s))
 
     def observe(self, count: int, proposed: int, gained: int, width: int, draft_s: float, pass_s: float) -> None:
-        """Note a pass of `width` tokens that was to have `count` proposals, had `proposed`, and gave each sequence at least `gained` tokens."""
+        """Note a pass of `width` tokens with `proposed` proposals of `count` that were asked for. It gave each sequence at least `gained`
+        tokens."""
         if self.untried and count == self.untried[0]:
             self.untried.pop(0)
         self.pass_s.setdefault(width, deque(maxlen=LATEST)).append(pass_s)
@@ -238,9 +247,11 @@ class Speculation:
         )
 
 
-def make_speculation(loaded: LoadedModel, config: RunConfig) -> Speculation:
+def make_speculation(loaded: LoadedModel, config: RunConfig, sampler: Sampler | None = None) -> Speculation:
     most = config.most_proposals
-    return Speculation(make_draft(loaded, config), most, DraftLength(most) if config.draft_len == AUTO else None)
+    return Speculation(
+        make_draft(loaded, config, sampler), most, DraftLength(most) if config.draft_len == AUTO else None
+    )
 
 
 @torch.no_grad()
@@ -253,21 +264,23 @@ def generate_speculatively(
     ranks: Ranks,
     after_pass: Callable[[int], bool],
     begin: Callable[[], None] = lambda: None,
+    sampler: Sampler | None = None,
 ) -> torch.Tensor:
-    """Return the greedily selected ids int64 [B, gen_len], on `loaded.device`; fewer if `after_pass` ends the generation.
+    """Return the selected ids int64 [B, gen_len], on `loaded.device`; fewer if `after_pass` ends the generation.
 
     Args:
         ids: int64 [B, prompt_len].
         cache: empty, for prompt_len + gen_len positions.
         after_pass: called after the prefill and each later pass with the tokens that every sequence has; returns whether to end.
         begin: called when inputs are there.
+        sampler: selects the tokens; None: greedily.
     """
     texts: list[list[int]] = ids.tolist()
     prompt_len, end = ids.shape[1], ids.shape[1] + gen_len
     inputs = ids.to(loaded.device)
     begin()
     speculation.restart(texts, cache)
-    for text, predicted in zip(texts, next_tokens(loaded, inputs, cache, last_only=True).tolist()):
+    for text, predicted in zip(texts, next_tokens(loaded, inputs, cache, sampler, last_only=True).tolist()):
         text += predicted
     ended = after_pass(1)
     # ranks that are done go on with the others, which gather weights with them
@@ -282,13 +295,13 @@ def generate_speculatively(
         width = max(len(row) for row, text in zip(rows, texts) if len(text) < end or shortest == end)
         padded = torch.tensor([(row + row[-1:] * width)[:width] for row in rows], device=loaded.device)
         start = time.perf_counter()
-        predictions = next_tokens(loaded, padded, cache).tolist()
+        predictions = next_tokens(loaded, padded, cache, sampler).tolist()
         pass_s = time.perf_counter() - start
         speculation.verify_s += pass_s
         speculation.passes += 1
         for text, proposed, predicted in zip(texts, proposals, predictions):
             before = len(text) - cached  # tokens of this pass that were known
-            if len(text) < end:
+            if len(text) < end and before <= width:  # else it is so far ahead that not all of its tokens were fed
                 text += speculation.accept(proposed, predicted[before - 1 :])
         cache.crop(min(map(len, texts)) - 1 - cached - width)
         if speculation.length is not None:
@@ -308,14 +321,16 @@ def next_tokens(
     loaded: LoadedModel,
     ids: torch.Tensor,
     cache: PreallocatedCache,
+    sampler: Sampler | None = None,
     last_only: bool = False,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Return the likeliest token after each of `ids` int64 [B, W], which follow the positions of `cache`: int64 [B, W].
+    """Return the selected token after each of `ids` int64 [B, W], which follow the positions of `cache`: int64 [B, W].
 
     Args:
+        sampler: selects the tokens; None: the likeliest.
         last_only: only after the last ones, [B, 1].
-        vocab_size: the likeliest of the ids below it; None: of all.
+        vocab_size: select among the ids below it; None: among all.
     """
     start, taken = cache.get_seq_length(), _arguments(loaded.model)
     given: dict[str, Any] = {}
@@ -324,4 +339,7 @@ def next_tokens(
     if "logits_to_keep" in taken and last_only:
         given["logits_to_keep"] = 1
     logits = loaded.model(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
-    return (logits[:, -1:] if last_only else logits)[..., :vocab_size].argmax(-1)
+    logits = (logits[:, -1:] if last_only else logits)[..., :vocab_size]
+    if sampler is None:
+        return logits.argmax(-1)
+    return sampler.select(logits, start + ids.shape[1] - logits.shape[1] + 1)

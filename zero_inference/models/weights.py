@@ -132,7 +132,7 @@ def _draw_weights(
         if name in kept:
             form, transposed = kept[name]
             shape = tuple(parameter.mT.shape if transposed else parameter.shape)
-            adopt_stored(name, draw_stored(form, shape, WEIGHT_STD, _seeded(f"{seed}:{name}".encode(), device)))
+            adopt_stored(name, draw_stored(form, shape, WEIGHT_STD, seeded(f"{seed}:{name}".encode(), device)))
             continue
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         fill_dummy(values, name, seed, std_of_embeddings if parameter is embedding else WEIGHT_STD)
@@ -305,14 +305,15 @@ def return_free_memory() -> None:
 
 def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_STD) -> torch.Tensor:
     """Fill `tensor` in place and return it: matrices N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2)."""
-    generator = _seeded(f"{seed}:{name}".encode(), tensor.device)
+    generator = seeded(f"{seed}:{name}".encode(), tensor.device)
     tensor.normal_(0.0, std if tensor.dim() > 1 else WEIGHT_STD, generator=generator)
     if tensor.dim() == 1 and not name.endswith("bias"):
         tensor.add_(1.0)
     return tensor
 
 
-def _seeded(seed: bytes, device: torch.device | str = "cpu") -> torch.Generator:
+def seeded(seed: bytes, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator seeded by a hash: a CPU's takes 32 bits of a seed."""
     number = int.from_bytes(hashlib.sha256(seed).digest()[:8], "little") >> 1
     return torch.Generator(device=device).manual_seed(number)
 
@@ -335,7 +336,7 @@ def draw_tokens(prompts: torch.Tensor, count: int, vocab_size: int, seed: int) -
     """Return the tokens int64 [B, count] to feed after `prompts` int64 [B, P]; a row depends on its prompt and `seed` alone."""
     rows = []
     for prompt in prompts.cpu():
-        generator = _seeded(seed.to_bytes(8, "little") + prompt.numpy().tobytes())
+        generator = seeded(seed.to_bytes(8, "little") + prompt.numpy().tobytes())
         repeats = (torch.rand(count, generator=generator) < REPEATED).tolist()
         fresh = torch.randint(vocab_size, (count,), generator=generator).tolist()
         back = torch.randint(RECENT, (count,), generator=generator).tolist()

@@ -409,7 +409,9 @@ def weight_times(
         expert_tokens = max(expert_tokens, terms.fused_rows + 1)
     layers, experts = as_stored(tokens), as_stored(expert_tokens)
     head = outside = layers if terms.quantizes_all else plain(tokens)
-    if terms.head_plain_bytes:  # quantized on its own, and multiplies the last token of each sequence, or all that a pass verifies
+    if (
+        terms.head_plain_bytes
+    ):  # quantized on its own, and multiplies the last token of each sequence, or all that a pass verifies
         head = codes(job.step_tokens, "int8", terms.head_stored_bytes / terms.head_plain_bytes)
     dequantize_ns = 0.0  # per byte of all weights, chosen or not
     if on_cpu:  # what a product with codes takes longer where there are too many tokens to multiply with codes

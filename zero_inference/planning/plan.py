@@ -99,8 +99,8 @@ THIS_MACHINE = Machine()
 # Predicted gain for which a mixture of experts runs on several GPUs: without resident weights two were predicted to generate from
 # Qwen3-30B-A3B 1.14 times as fast as one, and did 0.95 times (h200-x2-one-process/sixth_host).
 MIN_MIXTURE_GAIN = 1.2
-# A draft shares resident layers of at most this many times the bytes of its own: a shared layer frees memory for others, whose copies a pass
-# saves, but each of 16 proposals reads more. 8 bits gain from it beside 4, and 16 bits lose.
+# A draft shares resident layers of at most this many times the bytes of its own: a shared layer frees memory for other layers, which a pass
+# then need not copy, but each of 16 proposals reads more. 8 bits gain from it beside 4, and 16 bits lose.
 MAX_SHARED_RATIO = 2.0
 
 

@@ -31,6 +31,8 @@ SPEED_OPTIONS = (
     "speculate",
     "draft_len",
     "draft_bits",
+    "temperature",
+    "top_p",
 )
 
 

@@ -91,7 +91,9 @@ class StreamPlan(EnginePlan):
         return prefill_micro_batches(self.job, self.layer_devices) if self.placement.may_divide else 1
 
     def weight_bytes_on(self, device: int) -> int:
-        return self.placement.device_bytes_on(device) - (_shared_bytes(self.job, self.placement)[0] if not device else 0)
+        return self.placement.device_bytes_on(device) - (
+            _shared_bytes(self.job, self.placement)[0] if not device else 0
+        )
 
     def fetched_bytes_on(self, device: int) -> int:
         placement, experts = self.placement, self.placement.cpu_experts
