@@ -6,8 +6,10 @@ import functools
 import gc
 import json
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +21,15 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import resolve_machine
-from zero_inference.measure.session import output_ids_sha256
-from zero_inference.measure.speculation import NgramDraft, Speculation, generate_speculatively, make_draft
+from zero_inference.measure.session import first_differences, output_ids_sha256
+from zero_inference.measure.speculation import (
+    DraftLength,
+    NgramDraft,
+    Speculation,
+    generate_speculatively,
+    make_draft,
+    make_speculation,
+)
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, draft_bytes, make_plan
@@ -185,6 +194,10 @@ WAYS = {
 }
 
 
+def sizes(folder: Path) -> str:
+    return f"--model {folder} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN}"
+
+
 @pytest.mark.parametrize(
     ("family", "way"),
     [
@@ -197,11 +210,9 @@ WAYS = {
 )
 def test_runs_of_every_engine_give_the_ids_of_plain_transformers(family, way, folder_of, reference, tmp_path):
     _, expected = reference(family)
-    options = f"--model {folder_of(family)} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 2 --draft-len 8"
+    options = f"{sizes(folder_of(family))} --loops 2 --draft-len 8 --log-file {tmp_path}/run.log {WAYS[way]}"
     draft = "self" if way.startswith("self") else "ngram"
-    assert (
-        main(["run_model.py", *f"{options} --speculate {draft} --log-file {tmp_path}/run.log {WAYS[way]}".split()]) == 0
-    )
+    assert main(["run_model.py", *f"{options} --speculate {draft}".split()]) == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["output_ids_sha256"] == output_ids_sha256(expected)
     use = record["speculation"]
@@ -213,21 +224,174 @@ def test_runs_of_every_engine_give_the_ids_of_plain_transformers(family, way, fo
     assert record["decode_throughput"] == pytest.approx(BATCH * (GEN - 1) / record["decode_latency_s"])
 
 
-@pytest.mark.parametrize("draft", ["ngram", "self"])
-def test_ranks_that_need_other_numbers_of_passes_go_on_together(draft, run_model, folder_of, reference):
+@pytest.mark.parametrize(("draft", "draft_len"), [("ngram", 8), ("self", "auto")])
+def test_ranks_that_need_other_numbers_of_passes_go_on_together(draft, draft_len, run_model, folder_of, reference):
     prompts, expected = reference("bloom")
     config = config_for(folder_of("bloom"), BATCH // 2, 8, engine="resident")
     loaded = load(config)
     halves = [generate(loaded, config, each, NgramDraft())[1].passes for each in prompts.chunk(2)]
     loaded.close()
     assert halves[0] != halves[1]
-    options = f"--model {folder_of('bloom')} --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 1"
-    more = f"--cpu-offload --speculate {draft} --draft-len 8".split()
-    done = run_model(*options.split(), *more, launcher="by hand", ranks=2)
+    options = f"{sizes(folder_of('bloom'))} --loops 1 --cpu-offload --speculate {draft} --draft-len {draft_len}"
+    done = run_model(*options.split(), launcher="by hand", ranks=2)
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2
     assert done.record["output_ids_sha256"] == output_ids_sha256(expected)
     assert draft == "self" or done.record["speculation"]["passes"] == max(halves)
+
+
+@pytest.mark.parametrize("engine", ["resident", "stream"])
+@pytest.mark.parametrize(("draft", "batch"), [("ngram", 3), ("self", 1), ("self", 3)])
+def test_ids_are_the_same_with_a_length_that_adapts_itself(draft, batch, engine, folder_of, reference):
+    prompts, expected = reference("llama")
+    config = replace(config_for(folder_of("llama"), batch, "auto", engine=engine), speculate=draft)
+    loaded = load(config)
+    speculation = make_speculation(loaded, config)
+    for _ in range(3):
+        cache = loaded.cache_factory(config)()
+        ids = generate_speculatively(
+            loaded, prompts[:batch], GEN, cache, speculation, detect_ranks(), lambda tokens: False
+        )
+        assert torch.equal(ids, expected[:batch])
+    assert not speculation.length.untried
+    if loaded.draft is not None:
+        loaded.draft.close()
+    loaded.close()
+
+
+def simulated(length: DraftLength, acceptance: float, draft_s: float, passes: int = 60, **times) -> list[int]:
+    """Return the lengths that are chosen where a pass takes `first_s`, and `more_s` for each further token."""
+    chosen, generator = [], random.Random(0)
+    for _ in range(passes):
+        count = length.next()
+        accepted = 0
+        while accepted < count and generator.random() < acceptance:
+            accepted += 1
+        pass_s = times["first_s"] + count * times["more_s"]
+        length.observe(count, count, accepted + 1, count + 1, count * draft_s, pass_s)
+        chosen.append(count)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "draft_s", "more_s", "expected"),
+    [
+        (0.97, 0.005, 0.001, (14, 16)),  # offloaded weights and a good draft: the longest
+        (0.7, 0.005, 0.001, (3, 9)),
+        (0.7, 0.05, 0.001, (1, 3)),  # a slow draft
+        (0.9, 0.2, 0.001, (0, 0)),  # a draft slower than the model
+        (0.02, 0.005, 0.001, (0, 0)),  # one that is always wrong
+        (0.9, 0.005, 0.2, (0, 0)),  # each token takes as long as a pass
+    ],
+)
+def test_the_draft_length_is_the_fastest(acceptance, draft_s, more_s, expected):
+    length = DraftLength(16)
+    chosen = simulated(length, acceptance, draft_s, first_s=0.18, more_s=more_s)
+    assert chosen[:6] == [16, 16, 4, 4, 0, 0]
+    assert expected[0] <= statistics.median(chosen[30:]) <= expected[1]
+    assert length.ended == (expected == (0, 0)) and (not length.ended or set(chosen[30:]) == {0})
+
+
+def test_a_draft_that_proposes_nothing_yet_is_asked_again():
+    length = DraftLength(8)
+    for _ in range(40):
+        length.observe(length.next(), proposed=0, gained=1, width=1, draft_s=0.0, pass_s=0.1)
+    assert length.next() == 8 and not length.ended
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_draft_shares_what_its_model_has_on_the_device(bits, folder_of, reference):
+    prompts, expected = reference("llama")
+    given = dict(engine="stream", gpu_memory={16: 0.0002, 8: 0.0001}[bits], quant_bits=bits, cpu_compute="off")
+    config = replace(config_for(folder_of("llama"), 3, 4, **given), speculate="self").validate()
+    plan = make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks()))
+    resident = set(plan.engine_plan.placement.resident)
+    assert 0 < len(resident) < len(plan.engine_plan.placement.blocks)
+    assert plan.draft.job.shared == (resident if bits == 8 else set())
+    loaded = plan.load()
+    loaded.draft = plan.draft.load(target=loaded)
+    own, theirs = (each.weights.store.buffers for each in (loaded.draft, loaded))
+    same = {block for block in own if own[block].data_ptr() == theirs[block].data_ptr()}
+    assert same == plan.draft.job.shared
+    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    for name in names if bits == 16 else names[:2]:
+        assert loaded.draft.model.get_parameter(name).data_ptr() == loaded.model.get_parameter(name).data_ptr(), name
+    ids, speculation = generate(loaded, config, prompts[:3], make_draft(loaded, config))
+    if bits == 16:
+        assert torch.equal(ids, expected[:3])
+    assert sum(speculation.accepted)
+    loaded.draft.close()
+    assert torch.equal(loaded.model(input_ids=prompts).logits, loaded.model(input_ids=prompts).logits)  # as before
+    loaded.close()
+
+
+def test_the_run_without_speculation_is_in_the_record(folder_of, reference, tmp_path, capfd):
+    _, expected = reference("llama")
+    options = f"{sizes(folder_of('llama'))} --loops 1 --draft-len 4 --log-file {tmp_path}/run.log --speculate ngram --engine stream"
+    assert main(["run_model.py", *options.split(), "--compare-baseline", "--trace", f"{tmp_path}/trace.json"]) == 0
+    record = json.loads((tmp_path / "run.jsonl").read_text())
+    baseline = record["speculation"]["baseline"]
+    assert baseline["agreement"] == 1 and baseline["differences"] == []
+    assert baseline["decode_throughput"] == pytest.approx(BATCH * (GEN - 1) / baseline["decode_latency_s"])
+    assert baseline["gain"] == pytest.approx(record["decode_throughput"] / baseline["decode_throughput"])
+    assert record["output_ids_sha256"] == output_ids_sha256(expected)
+    assert "without speculation" in capfd.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [
+        event["name"].split()[0] for event in events if event["ph"] == "X" and event["name"][:4] in ("draf", "pass")
+    ]
+    assert spans == ["draft", "pass"] * record["speculation"]["passes"]
+
+
+def test_a_trace_of_any_engine_shows_drafts(folder_of, tmp_path):
+    options = f"{sizes(folder_of('llama'))} --loops 1 --warmup 0 --engine resident --speculate ngram --draft-len 4"
+    traced = f"--trace {tmp_path}/trace.json --log-file {tmp_path}/run.log"
+    assert main(["run_model.py", *options.split(), *traced.split()]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    assert {"draft of 4", "layer 0"} <= names and any(name.startswith("pass of ") for name in names)
+
+
+def test_a_first_difference_has_the_margin_of_its_tokens(folder_of, reference):
+    prompts, expected = reference("llama")
+    config = replace(config_for(folder_of("llama"), BATCH, 4, engine="resident"), speculate=None, draft_len="auto")
+    plan = make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks()))
+    loaded = plan.load()
+    alone = SimpleNamespace(output_ids=expected)
+    session = SimpleNamespace(loaded=loaded, plan=plan, ids=prompts, measurement=alone, sampler=None)
+    assert first_differences(session, expected) == []
+    other = expected.clone()
+    other[2, 5:] = (expected[2, 5:] + 1) % VOCAB
+    (found,) = first_differences(session, other)
+    logits = loaded.model(input_ids=torch.cat([prompts[2], expected[2, :5]])[None]).logits[0, -1]
+    assert (found.sequence, found.token) == (3, 6)
+    assert found.margin == pytest.approx(float(logits.max() - logits[other[2, 5]]), rel=1e-4)
+    assert 0 < found.spacing < 1e-6 < found.margin
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "chosen", "words"),
+    [
+        ("llama-2-13b", "rtx4090", "self", "of the proposals are accepted (assumed)"),
+        ("llama-2-7b --quant-bits 4", "rtx4090", None, "token/s with self"),  # on the device, as fast as its draft
+        ("mixtral-8x7b", "rtx4090", None, "each token of a pass chooses experts of its own"),
+        ("opt-66b", "rtx4090", None, "The draft of --speculate self takes"),  # 4 bits are too large
+    ],
+)
+def test_auto_speculates_where_it_is_predicted_to_be_faster(model, machine, chosen, words, capfd):
+    options = f"{model} --dummy --engine stream --speculate auto --machine {machine} --assume host=256GiB,cores=60GB/s"
+    assert main(["run_model.py", *options.split(), "--dry-run", "--json"]) == 0
+    output = capfd.readouterr()
+    plan = json.loads(output.out)
+    assert plan["config"]["speculate"] == chosen and words in output.err
+    if chosen:
+        predicted, alone = plan["draft"]["predicted"], plan["draft"]["decode_throughput_without"]
+        assert plan["predicted"]["decode_throughput"] == predicted["tokens_per_s"] > 1.2 * alone
+        expected = predicted["tokens_per_pass"] / (predicted["draft_s"] + predicted["pass_s"])
+        assert predicted["tokens_per_s"] == pytest.approx(expected)
+    else:
+        assert plan["draft"] is None
 
 
 def test_acceptance_is_counted_by_position(folder_of, reference, tmp_path):
@@ -287,7 +451,6 @@ def refusal(options: list[str], tmp_path: Path, capfd) -> str:
         (["mixtral-8x7b"], "add --dummy-routing greedy"),
         (["opt-125m", "--engine", "stream", "--decode-graph", "on"], "several tokens in a pass"),
         (["opt-125m", "--draft-bits", "8"], "--draft-bits belongs to --speculate self or a model"),
-        (["opt-125m", "--trace", "trace.json"], "traces no speculation"),
     ],
 )
 def test_options_that_exclude_speculation_are_refused(options, words, tmp_path, capfd):

@@ -24,7 +24,13 @@ from zero_inference.errors import ONLY_PLANNED, UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
-from zero_inference.measure.session import loaded_model, measure_run, summarize_measurement, write_trace
+from zero_inference.measure.session import (
+    loaded_model,
+    measure_baseline,
+    measure_run,
+    summarize_measurement,
+    write_trace,
+)
 from zero_inference.models.built_in import find_preset
 from zero_inference.models.checkpoint_files import find_shards
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
@@ -199,7 +205,13 @@ def _measure(
         if questions:
             files.result.quality = score_run(plan.job, loaded, questions, tokenizer, files, progress)
         files.result.add_facts(loaded.facts)
-        return session.measurement.output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
+    output_ids, measured = session.measurement.output_ids, files.result.measured
+    if config.compare_baseline:
+        del loaded, session  # its memory is for the other one
+        baseline = measure_baseline(plan, measured, output_ids, ids)
+        use = measured.speculation.model_copy(update={"baseline": baseline})
+        files.result.measured = measured.model_copy(update={"speculation": use})
+    return output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
 
 
 def _note_plan(plan: Plan, files: RunLog) -> None:

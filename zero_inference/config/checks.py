@@ -41,8 +41,6 @@ def _in_model_and_work(config: Options) -> Iterator[str]:
             f"--quant-bits {STORED}: --engine {config.engine} converts the weights of a quantized checkpoint; use --engine stream, or "
             "--quant-bits 16."
         )
-    if config.speculate and config.trace and config.engine != "stream":
-        yield f"--trace traces no speculation with --engine {config.engine}: drop one of the two, or use --engine stream."
     if config.warmup_spread is not None and config.warmup < 3:
         yield f"--warmup-spread compares three warm-up loops and --warmup is {config.warmup}: raise it, to 10 or so."
 

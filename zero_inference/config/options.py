@@ -24,7 +24,7 @@ NORM_KERNELS = (AUTO, "cuda", "off")
 CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
 NGRAM, SELF = "ngram", "self"  # drafts that are no models of their own
 MAX_AUTO_DRAFT_LEN = 16
-SPECULATION_OPTIONS = ("speculate", "draft_len", "draft_bits")
+SPECULATION_OPTIONS = ("speculate", "draft_len", "draft_bits", "compare_baseline")
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
 LONGEST_PROMPT = 0  # as prompt_len: the tokens of the longest --prompt
@@ -167,6 +167,11 @@ class Options:
         metavar="N|auto",
         least=1,
         most=64,
+        needs=("speculate",),
+    )
+    compare_baseline: bool = _work(
+        False,
+        "run the same without --speculate afterwards, loaded anew; the record has its speed, and where tokens differ by how little",
         needs=("speculate",),
     )
     temperature: float | None = _work(

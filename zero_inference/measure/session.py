@@ -6,18 +6,19 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zero_inference.config.options import SELF
+from zero_inference.config.options import DEFAULTS, SELF, SPECULATION_OPTIONS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.engines.stream.streams import Timeline
@@ -31,7 +32,7 @@ from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
 from zero_inference.measure.sampling import Sampler
-from zero_inference.measure.speculation import make_speculation
+from zero_inference.measure.speculation import Speculation, generate_speculatively, make_speculation
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.mlp import detect_routers, install_routing_kernel
@@ -41,15 +42,15 @@ from zero_inference.norms.patch import apply_norm_kernels, prepare_norm_kernels,
 from zero_inference.planning import roofline
 from zero_inference.planning.cost import seconds_in_words
 from zero_inference.planning.memory import log_sizes
-from zero_inference.planning.plan import Plan
+from zero_inference.planning.plan import Plan, plan_run
 from zero_inference.records.hardware import HOST_COPY, GpuUse, LinkUse, Rates, TracedLinkUse
-from zero_inference.records.schema import CpuBackendUse, Measured, MovedPerStep, Result
+from zero_inference.records.schema import BaselineUse, CpuBackendUse, Measured, MovedPerStep, Result, TokenDifference
 from zero_inference.utils import timing
 from zero_inference.utils.environment import peak_host_bytes
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import format_bytes, three_digits
 from zero_inference.utils.patching import Patches
-from zero_inference.utils.progress import Progress
+from zero_inference.utils.progress import Progress, current_progress
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import synchronize
 
@@ -310,6 +311,7 @@ class Session:
     measurement: Measurement
     rates: Rates
     link: LinkMonitor
+    speculation: Speculation | None
 
 
 def measure_run(
@@ -331,6 +333,7 @@ def measure_run(
     if job.spec.dummy_routing == "text":
         forced_tokens = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
     sampler = Sampler.of_rank(config, ranks, job.spec.text_config.vocab_size)
+    speculation = make_speculation(loaded, config, sampler) if config.speculate else None
     with progress.task("generating", (config.warmup + config.loops) * config.gen_len) as task:
         measurement = measure_loops(
             loaded,
@@ -344,7 +347,7 @@ def measure_run(
             between_loops=link.between_loops,
             progress=task.at,
             warmup_spread=config.warmup_spread,
-            speculation=make_speculation(loaded, config, sampler) if config.speculate else None,
+            speculation=speculation,
             sampler=sampler,
         )
     if measurement.warmed_up is False:
@@ -353,14 +356,71 @@ def measure_run(
             f"{config.warmup_spread:.0%}"
         )
     rates = update_rates(rates, link, measurement.loops[-1].moved)
-    return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link)
+    return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link, speculation)
+
+
+def measure_baseline(plan: Plan, speculating: Measured, output_ids: torch.Tensor, ids: torch.Tensor) -> BaselineUse:
+    """Load and time the run of `plan` without speculation, whose model was released. All ranks call it.
+
+    Args:
+        speculating, output_ids: of the run with speculation; int64 [batch, gen_len].
+        ids: prompts, int64 [batch, prompt_len].
+
+    Raises UsageError or RunError: it cannot be loaded.
+    """
+    job, progress = plan.job, current_progress()
+    options = {name: DEFAULTS[name] for name in SPECULATION_OPTIONS}
+    baseline = plan_run(replace(job.config, **options), job.spec, job.ranks)
+    progress.say(f"the same without speculation: {baseline.describe()}")
+    with loaded_model(baseline, progress, compared=False) as (loaded, _, compare):
+        session = measure_run(baseline, loaded, ids, progress, compare)
+        differences = first_differences(session, output_ids)
+    decode_s = statistics.median(loop.decode_s for loop in session.measurement.loops)
+    tokens, before = job.config.gen_len - 1, {each.sequence: each.token - 1 for each in differences}
+    agreeing = sum(before.get(sequence, tokens + 1) for sequence in range(1, job.config.batch_size + 1))
+    return BaselineUse(
+        decode_latency_s=decode_s,
+        decode_throughput=job.config.batch_size * tokens / decode_s if tokens else None,
+        gain=decode_s / speculating.decode_latency_s if tokens else None,
+        agreement=agreeing / output_ids.numel(),
+        differences=differences,
+    )
+
+
+@torch.no_grad()
+def first_differences(session: Session, output_ids: torch.Tensor) -> list[TokenDifference]:
+    """Return the first token of each sequence of all ranks in which `output_ids` int64 [batch, gen_len] differ from those of `session`."""
+    loaded, ranks, rows = session.loaded, session.plan.job.ranks, len(session.ids)
+    own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+    alone, other = session.measurement.output_ids[own], output_ids[own]
+    places = [(row, int(found[0])) for row, each in enumerate(alone != other) if len(found := each.nonzero())]
+    differences = []
+    # ranks whose sequences agree repeat the first one's pass with the others, which gather weights with them
+    for index in range(int(ranks.maximum([float(len(places))])[0])):
+        row, place = places[index] if index < len(places) else (0, 0)
+        text = torch.cat([session.ids[row], alone[row, :place]])[None].to(loaded.device)
+        scores = loaded.model(input_ids=text, use_cache=False).logits[:, -1].float()
+        largest = float(scores.max())
+        if session.sampler is not None:  # its noise differs by row
+            scores = session.sampler(text.expand(rows, -1), scores.expand(rows, -1))[row, None]
+        if index < len(places):
+            margin = float(scores.max() - min(scores[0, alone[row, place]], scores[0, other[row, place]]))
+            differences.append(
+                TokenDifference(
+                    sequence=ranks.rank * rows + row + 1,
+                    token=place + 1,
+                    margin=margin,
+                    spacing=torch.finfo(loaded.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(largest), 1e-30))),
+                )
+            )
+    return sum(ranks.gather_objects(differences), [])
 
 
 def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
     """Write a Chrome trace to `path`, on the first rank. All ranks call it.
 
-    An engine with a timeline writes that of the last loop. For others up to `TRACED_TOKENS` tokens are generated under PyTorch's profiler,
-    which slows the host down: Kineto records the copies of any engine, and spans around the decoder layers show which layer they belong to.
+    An engine with a timeline writes that of the last loop. For others up to `TRACED_TOKENS` passes are made under PyTorch's profiler, which
+    slows the host down: Kineto records the copies of any engine, and spans around the decoder layers show which layer they belong to.
     Returns `link_use_in` of that generation; None with a timeline. Raises OSError: it cannot be written.
     """
     job, loaded = session.plan.job, session.loaded
@@ -382,8 +442,22 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
                 layer.register_forward_pre_hook(lambda *_, name=f"layer {index}": begin(name)),
                 layer.register_forward_hook(lambda *_: spans.pop().__exit__(None, None, None)),
             )
-        tokens = min(job.config.gen_len, TRACED_TOKENS)
-        generate_ids(loaded, session.ids, tokens, session.make_cache, session.forced_tokens, sampler=session.sampler)
+        tokens, speculation = min(job.config.gen_len, TRACED_TOKENS), session.speculation
+        if speculation is None:
+            generate_ids(
+                loaded, session.ids, tokens, session.make_cache, session.forced_tokens, sampler=session.sampler
+            )
+        else:
+            generate_speculatively(
+                loaded,
+                session.ids,
+                job.config.gen_len,
+                session.make_cache(),
+                speculation,
+                job.ranks,
+                after_pass=lambda _: speculation.passes == TRACED_TOKENS - 1,
+                sampler=session.sampler,
+            )
         synchronize(loaded.devices)
     if not job.ranks.is_first:
         return None

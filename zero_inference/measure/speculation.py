@@ -16,11 +16,13 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 from zero_inference.config.option import AUTO
 from zero_inference.config.options import SELF
@@ -205,11 +207,12 @@ class Speculation:
     draft_s: float = 0.0
     verify_s: float = 0.0
     passes: int = 0
+    rows: int = 1  # sequences
 
     def restart(self, texts: Sequence[list[int]], cache: PreallocatedCache) -> None:
         self.proposed, self.accepted = [0] * self.draft_len, [0] * self.draft_len
         self.draft_s = self.verify_s = 0.0
-        self.passes = 0
+        self.passes, self.rows = 0, len(texts)
         self.draft.begin(texts, cache)
 
     def next_len(self) -> int:
@@ -242,6 +245,8 @@ class Speculation:
             passes=self.passes,
             tokens_per_pass=tokens / self.passes if self.passes else None,
             acceptance=[right / each if each else None for right, each in zip(accepted, proposed)],
+            proposals_per_pass=sum(proposed) / (ranks.world_size * self.rows * self.passes) if self.passes else None,
+            turned_off=any(ranks.gather_objects(self.length is not None and self.length.ended)),
             draft_s=draft_s,
             verify_s=verify_s,
         )
@@ -290,12 +295,14 @@ def generate_speculatively(
         most = max(1, min(most_positions(draft_len, len(texts)), end - 1 - cached))
         known = [text[cached:][:most] for text in texts]
         counts = [min(draft_len, most - len(each)) for each in known]
-        proposals = speculation.propose(texts, counts)
+        with _span(loaded, f"draft of {max(counts)}"):
+            proposals = speculation.propose(texts, counts)
         rows = [each + proposed for each, proposed in zip(known, proposals)]
         width = max(len(row) for row, text in zip(rows, texts) if len(text) < end or shortest == end)
         padded = torch.tensor([(row + row[-1:] * width)[:width] for row in rows], device=loaded.device)
         start = time.perf_counter()
-        predictions = next_tokens(loaded, padded, cache, sampler).tolist()
+        with _span(loaded, f"pass of {width}"):
+            predictions = next_tokens(loaded, padded, cache, sampler).tolist()
         pass_s = time.perf_counter() - start
         speculation.verify_s += pass_s
         speculation.passes += 1
@@ -310,6 +317,11 @@ def generate_speculatively(
         ended = after_pass(min(map(len, texts)) - prompt_len)
     shortest = min(map(len, texts))
     return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)
+
+
+def _span(loaded: LoadedModel, name: str) -> AbstractContextManager[Any]:
+    """Return a context that a trace shows as `name`: the engine's own, or PyTorch's."""
+    return record_function(name) if loaded.timeline is None else loaded.timeline.span(name)
 
 
 @cache_per_module

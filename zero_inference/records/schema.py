@@ -64,6 +64,28 @@ class ExpertUse(Part):
     )
 
 
+class TokenDifference(Part):
+    """The first token of a sequence that differs from that of the run without speculation; both are counted from 1."""
+
+    sequence: int = key("", "sequence of the batch, counted from 1")
+    token: int = key("", "generated token, counted from 1")
+    margin: float = key(
+        "",
+        "largest logit - the smaller one of the two tokens, in a pass of the text before; with the noise of sampling",
+    )
+    spacing: float = key("", "difference of neighboring numbers of the dtype at the largest logit")
+
+
+class BaselineUse(Part):
+    """The same run without speculation, with a plan of its own; the median over its loops."""
+
+    decode_latency_s: float = key("s", "total - prefill")
+    decode_throughput: float | None = key("token/s", "B (G - 1) / decode latency; null when G = 1")
+    gain: float | None = key("ratio", "decode throughput with speculation / without; null when G = 1")
+    agreement: float = key("share", "tokens before the first difference of their sequence")
+    differences: list[TokenDifference] = key("", "the first difference of each sequence that has one")
+
+
 class SpeculationUse(Part):
     """Speculative decoding in the decode passes, counted; times are the maximum over ranks."""
 
@@ -73,8 +95,11 @@ class SpeculationUse(Part):
         "share",
         "proposals that were accepted, by their position after the last known token; null where none was proposed",
     )
+    proposals_per_pass: float | None = key("token", "proposals for a sequence, mean; null when G = 1", default=None)
+    turned_off: bool = key("", "--draft-len auto found a pass without proposals to be the fastest", default=False)
     draft_s: float = key("s", "time to propose tokens")
     verify_s: float = key("s", "time of the passes")
+    baseline: BaselineUse | None = optional("", "the same run without speculation", only_with="--compare-baseline")
 
 
 class Loop(Part):

@@ -122,6 +122,7 @@ def print_results(request: Request, result: Result) -> None:
         cpu_in_words(measured, stream.cores) if stream else None,
         experts_in_words(measured.experts),
         speculation_in_words(measured.speculation),
+        baseline_in_words(measured.speculation),
         graph_in_words(stream.decode_graph, on_gpu) if stream else None,
         steadiness.describe_slow_step(measured.spread),
     ]
@@ -209,9 +210,28 @@ def speculation_in_words(use: SpeculationUse | None) -> str | None:
     if use is None or use.tokens_per_pass is None:
         return None
     acceptance = ", ".join("-" if each is None else f"{each:.0%}" for each in use.acceptance[:SHOWN_POSITIONS])
-    return (
+    words = (
         f"speculation: {use.tokens_per_pass:.2f} tokens a pass in {use.passes} passes, proposals accepted by position: {acceptance}; "
         f"drafts {three_digits(use.draft_s)} s, passes {three_digits(use.verify_s)} s"
+    )
+    return words + "; turned off, because passes without proposals were faster" * use.turned_off
+
+
+def baseline_in_words(use: SpeculationUse | None) -> str | None:
+    """Return the speed without speculation, and how little the tokens differ; None if it was not measured."""
+    baseline = use and use.baseline
+    if baseline is None or baseline.gain is None or baseline.decode_throughput is None:
+        return None
+    words = (
+        f"without speculation {three_digits(baseline.decode_throughput)} token/s: the gain is {three_digits(baseline.gain)} times; "
+        f"{baseline.agreement:.1%} of the tokens come before a difference"
+    )
+    if not baseline.differences:
+        return words
+    worst = max(baseline.differences, key=lambda each: each.margin / each.spacing)
+    return (
+        f"{words}, at which both tokens are within {three_digits(worst.margin)} of the largest logit (the dtype's spacing there: "
+        f"{three_digits(worst.spacing)})"
     )
 
 

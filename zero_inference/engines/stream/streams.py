@@ -170,6 +170,11 @@ class Copy:
     first: bool = False  # the first request of this pass
 
 
+def thread_name(row: int, name: str) -> dict[str, Any]:
+    """Return the event of a Chrome trace that names a row."""
+    return {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+
+
 def _clamp(value: float, upper: float) -> float:
     return min(upper, max(0.0, value))
 
@@ -271,19 +276,18 @@ class DeviceTimeline:
         """Return the events of a Chrome trace, in a row for copies and one for blocks."""
         self.streams.synchronize()
         rows = (f"host to device copies{suffix}", f"blocks of decoder layers{suffix}")
-        events: list[dict] = [
-            {"ph": "M", "pid": 0, "tid": first_row + row, "name": "thread_name", "args": {"name": name}}
-            for row, name in enumerate(rows)
-        ]
+        events: list[dict] = [thread_name(first_row + row, name) for row, name in enumerate(rows)]
         for copy in self.copies:
             seconds = self._between(copy.start, copy.end)
             rate = round(copy.nbytes / seconds / 1e9, 2) if seconds else None
             args = {"bytes": copy.nbytes, "GB/s": rate, "token": copy.pass_index}
-            events.append(self._event(first_row, f"copy {names[copy.block]}", copy.start, copy.end) | {"args": args})
+            events.append(
+                self.trace_event(first_row, f"copy {names[copy.block]}", copy.start, copy.end) | {"args": args}
+            )
         ended = (span for span in self.spans if span.end)
-        return events + [self._event(first_row + 1, names[span.block], span.start, span.end) for span in ended]
+        return events + [self.trace_event(first_row + 1, names[span.block], span.start, span.end) for span in ended]
 
-    def _event(self, row: int, name: str, start: Any, end: Any) -> dict:
+    def trace_event(self, row: int, name: str, start: Any, end: Any) -> dict:
         times_us = {"ts": self._between(self.origin, start) * 1e6, "dur": self._between(start, end) * 1e6}
         return {"ph": "X", "pid": 0, "tid": row, "name": name, **times_us}
 
@@ -298,6 +302,7 @@ class Timeline:
     def __init__(self, devices: Sequence[DeviceStreams], names: Sequence[str] = ()):
         self.devices = [DeviceTimeline(streams) for streams in devices]
         self.names = names
+        self.spans: deque[tuple[str, Any, Any]] = deque(maxlen=MAX_EVENTS)  # name, and events of begin and end
 
     @property
     def pass_index(self) -> int:
@@ -310,8 +315,17 @@ class Timeline:
     def restart(self) -> None:
         for device in self.devices[1:]:
             device.streams.synchronize()  # their times begin together
+        self.spans.clear()
         for device in self.devices:
             device.restart()
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Note the time of the `with` block on the first device, under a name."""
+        streams = self.devices[0].streams
+        start = streams.record_event(streams.current())
+        yield
+        self.spans.append((name, start, streams.record_event(streams.current())))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -341,8 +355,13 @@ class Timeline:
         return sum(device.waited_for_link_s(first_pass) for device in self.devices)
 
     def write_chrome_trace(self, path: Path) -> None:
-        """Write the events as a Chrome trace (chrome://tracing, Perfetto): for each device a row of copies and one of blocks."""
+        """Write the events as a Chrome trace (chrome://tracing, Perfetto): for each device a row of copies and one of blocks, and with
+        speculation a row of drafts and passes."""
         events: list[dict[str, Any]] = []
+        last_row = 2 * len(self.devices)
+        if self.spans:
+            events.append(thread_name(last_row, "drafts and passes"))
         for index, device in enumerate(self.devices):
             events += device.trace_events(self.names, 2 * index, f", GPU {index}" if len(self.devices) > 1 else "")
+        events += [self.devices[0].trace_event(last_row, *span) for span in self.spans]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
