@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -27,9 +28,11 @@ from zero_inference.measure.speculation import (
     NgramDraft,
     Speculation,
     generate_speculatively,
+    layer_changes,
     make_draft,
     make_speculation,
 )
+from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, draft_bytes, make_plan
@@ -322,6 +325,40 @@ def test_a_draft_shares_what_its_model_has_on_the_device(bits, folder_of, refere
     assert sum(speculation.accepted)
     loaded.draft.close()
     assert torch.equal(loaded.model(input_ids=prompts).logits, loaded.model(input_ids=prompts).logits)  # as before
+    loaded.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2", "opt", "gpt_neox"])
+def test_a_draft_that_does_not_fit_skips_the_layers_that_change_least(family, folder_of, reference):
+    prompts, expected = reference(family)
+    config = replace(config_for(folder_of(family), 3, 4, engine="stream"), speculate="self", draft_bits=16)
+    whole = make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks())).draft
+    layer_bytes, layers = whole.engine_plan.placement.layer_bytes, whole.engine_plan.placement.layers
+    config = replace(config, draft_memory=(draft_bytes(whole, config) - layer_bytes / 2) / 2**30).validate()
+    plan = make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks()))
+    assert draft_bytes(plan.draft, config) <= config.draft_memory * 2**30 and len(plan.draft.job.skipped) == 1
+    loaded = plan.load()
+    changes = layer_changes(loaded, prompts[:3])
+    hidden = loaded.model(input_ids=prompts[:3], output_hidden_states=True).hidden_states[: layers + 1]
+    similar = [torch.nn.functional.cosine_similarity(*pair, dim=-1).mean() for pair in itertools.pairwise(hidden)]
+    assert changes[:-1] == pytest.approx(
+        [1 - float(each) for each in similar[:-1]], abs=1e-5
+    )  # the last is normed there
+    draft = plan.draft.skipping(changes)
+    assert draft.job.skipped == {min(range(1, layers), key=changes.__getitem__)}
+    loaded.draft = draft.load(target=loaded)
+    for batch in (1, 3):
+        one = replace(config, batch_size=batch)
+        ids, speculation = generate(loaded, one, prompts[:batch], make_draft(loaded, one))
+        assert torch.equal(ids, expected[:batch])
+    (skipped,) = draft.job.skipped
+    layer = decoder_layers(loaded.model)[1][skipped]
+    layer.register_forward_hook(
+        lambda module, args, output: (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
+    )
+    without = loaded.model(input_ids=prompts[:1]).logits
+    assert torch.allclose(loaded.draft.model(input_ids=prompts[:1]).logits, without, atol=1e-4)
+    loaded.draft.close()
     loaded.close()
 
 

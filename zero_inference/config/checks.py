@@ -88,6 +88,7 @@ def _in_needs(config: Options) -> Iterator[str]:
     model_draft = config.speculate not in (None, NGRAM)
     needs += [
         ("draft_bits", f"--speculate {SELF} or a model", model_draft),
+        ("draft_memory", f"--speculate {SELF} or a model", model_draft),
         ("offload_dir", "--disk-offload", config.disk_offload or "engine" in config.auto),
         ("chat", "--prompt or --prompts", config.prompt or config.prompts),
         ("quant_group_size", "--quant-bits 8 or 4", quantized),

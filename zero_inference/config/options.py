@@ -24,7 +24,7 @@ NORM_KERNELS = (AUTO, "cuda", "off")
 CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
 NGRAM, SELF = "ngram", "self"  # drafts that are no models of their own
 MAX_AUTO_DRAFT_LEN = 16
-SPECULATION_OPTIONS = ("speculate", "draft_len", "draft_bits", "compare_baseline")
+SPECULATION_OPTIONS = ("speculate", "draft_len", "draft_bits", "draft_memory", "compare_baseline")
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
 LONGEST_PROMPT = 0  # as prompt_len: the tokens of the longest --prompt
@@ -159,6 +159,13 @@ class Options:
         until_planned="off",
     )
     draft_bits: int = _work(4, "bits of a stored weight of a draft that is a model", choices=(16, 8, 4))
+    draft_memory: float | None = _work(
+        None,
+        f"GPU memory for a draft's own weights; {SIZE_HELP}. Where --speculate self has more, it skips the layers that change least",
+        kind="size",
+        metavar="GIB",
+        default_help="what fits",
+    )
     draft_len: int | str = _work(
         AUTO,
         f"tokens that a draft proposes for a pass, at most. auto: up to {MAX_AUTO_DRAFT_LEN}, as many as are fastest by the times and "

@@ -69,9 +69,10 @@ class Job:
     # Devices that this process drives, `ranks.device` by default. The first one has embedding, head, inputs and outputs.
     devices: tuple[torch.device, ...] = ()
     # Of a draft: the stream engine's plan of its target model if that is the same model in more bits, whose weights outside of blocks the
-    # draft uses, too, and those of `shared` blocks.
+    # draft uses, too, and those of `shared` blocks. It skips the layers `skipped`.
     target: Any = None
     shared: frozenset[int] = frozenset()
+    skipped: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.devices:

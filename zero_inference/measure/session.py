@@ -32,10 +32,11 @@ from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
 from zero_inference.measure.sampling import Sampler
-from zero_inference.measure.speculation import Speculation, generate_speculatively, make_speculation
+from zero_inference.measure.speculation import Speculation, generate_speculatively, layer_changes, make_speculation
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.mlp import detect_routers, install_routing_kernel
+from zero_inference.models.prompts import prompt_ids
 from zero_inference.models.spec import ModelSpec
 from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.patch import apply_norm_kernels, prepare_norm_kernels, unpatch_norms
@@ -284,9 +285,14 @@ def loaded_model(
         for device in loaded.devices if with_kernels else ():
             closing.enter_context(rotary_kernel(loaded.model, device, job.spec.dtype))
         if plan.draft is not None:
-            progress.say(f"loading the draft: {plan.draft.describe()}")
+            draft, layers = plan.draft, len(decoder_layers(loaded.model)[1])
+            skips = ""
+            if draft.job.skipped:
+                draft = draft.skipping(layer_changes(loaded, prompt_ids(job.config, job.spec)[0][: job.rank_batch]))
+                skips = f", without {len(draft.job.skipped)} of {layers} layers ({', '.join(map(str, sorted(draft.job.skipped)))})"
+            progress.say(f"loading the draft: {draft.describe()}{skips}")
             with contextlib.redirect_stdout(sys.stderr):
-                loaded.draft = plan.draft.load(target=loaded)
+                loaded.draft = draft.load(target=loaded)
             closing.callback(loaded.draft.close)
             if job.config.speculate == SELF and loaded.cpu_attention is not None:  # the cache of the target model
                 closing.enter_context(patch_attention(loaded.draft.model))

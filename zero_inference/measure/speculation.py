@@ -30,9 +30,10 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel, most_positions
 from zero_inference.kv_cache.device import PreallocatedCache
 from zero_inference.measure.sampling import Sampler
-from zero_inference.models.layers import cache_per_module
+from zero_inference.models.layers import cache_per_module, decoder_layers
 from zero_inference.planning.cost import expected_tokens
 from zero_inference.records.schema import SpeculationUse
+from zero_inference.utils.patching import Patches
 from zero_inference.utils.ranks import Ranks
 
 LONGEST_NGRAM = 8
@@ -187,6 +188,25 @@ class DraftLength:
             accepted = max(0, gained - 1)
             self.accepted = accepted + REMEMBERED * self.accepted
             self.rejected = (accepted < proposed) + REMEMBERED * self.rejected
+
+
+@torch.no_grad()
+def layer_changes(loaded: LoadedModel, ids: torch.Tensor) -> list[float]:
+    """Return by how much each decoder layer changes the hidden states of the texts `ids` int64 [B, T]: 1 - mean cosine similarity of its
+    input and output (block influence, ShortGPT, arXiv 2403.03853)."""
+    changes: list[float] = []
+
+    def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]  # [B, T, H]
+        after = output[0] if isinstance(output, tuple) else output
+        similarity = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+        changes.append(1 - float(similarity.mean()))
+
+    with Patches() as hooks:
+        for layer in decoder_layers(loaded.model)[1]:
+            hooks.add_hooks(layer.register_forward_hook(note, with_kwargs=True))
+        loaded.model(input_ids=ids.to(loaded.device), use_cache=False)
+    return changes
 
 
 @dataclass

@@ -136,35 +136,40 @@ class Times:
 # Share of proposals of the model's own copy in 4 bits that are accepted, if those before them were. SubSpec (arXiv 2509.18344) reports 3.7
 # of 4, 6.9 of 8, 12.2 of 16 and 19.5 of 32 accepted proposals; this makes 3.7, 6.9, 12.2 and 19.3.
 SELF_ACCEPTANCE = 0.967
+SKIPPED_ACCEPTANCE = 0.85  # less for the share of its layers that it skips (cpu/speculation_skipped_layers.txt)
 
 
 @dataclass(frozen=True)
 class SpeculationTimes:
     """Predicted times of decoding with a draft."""
 
+    acceptance: float  # that is assumed
     proposals: int  # of a pass
     draft_s: float  # to make them
     pass_s: float  # to verify them
-    tokens_per_pass: float  # of a sequence, with `SELF_ACCEPTANCE`
+    tokens_per_pass: float  # of a sequence
     tokens_per_s: float
 
     def in_words(self) -> str:
         return (
-            f"{significant(self.tokens_per_s)} token/s, if {SELF_ACCEPTANCE:.1%} of the proposals are accepted (assumed): "
+            f"{significant(self.tokens_per_s)} token/s, if {self.acceptance:.1%} of the proposals are accepted (assumed): "
             f"{self.tokens_per_pass:.1f} tokens a pass, {self.proposals} proposals {format_seconds(self.draft_s)}, "
             f"pass {format_seconds(self.pass_s)}"
         )
 
 
-def predict_speculation(config: RunConfig, rank_batch: int, draft: Times, target: Times) -> SpeculationTimes:
-    """Return the times of decoding with a draft of the same model. A pass gives the sequences of a batch what the one with the fewest
-    accepted proposals gets."""
+def predict_speculation(
+    config: RunConfig, rank_batch: int, draft: Times, target: Times, skipped: float
+) -> SpeculationTimes:
+    """Return the times of decoding with a draft of the same model that skips a share of its layers. A pass gives the sequences of a batch
+    what the one with the fewest accepted proposals gets."""
+    acceptance = SELF_ACCEPTANCE - SKIPPED_ACCEPTANCE * skipped
     step_s, pass_s, most = draft.step.seconds, target.step.seconds, config.most_proposals
     found = []
     for count in [most] if config.draft_len == most else range(1, most + 1):
-        tokens = expected_tokens(SELF_ACCEPTANCE**rank_batch, count)
+        tokens = expected_tokens(acceptance**rank_batch, count)
         tokens_per_s = config.batch_size * tokens / (count * step_s + pass_s)
-        found.append(SpeculationTimes(count, count * step_s, pass_s, tokens, tokens_per_s))
+        found.append(SpeculationTimes(acceptance, count, count * step_s, pass_s, tokens, tokens_per_s))
     return max(found, key=lambda each: each.tokens_per_s)
 
 

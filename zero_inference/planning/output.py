@@ -252,7 +252,10 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     if plan is not None and plan.draft is not None:
         taken = format_bytes(draft_bytes(plan.draft, config))
         shared = plan.draft.engine_plan.shared_layers
-        own = f"{taken} of its own" + f", {shared} layers shared" * bool(shared)
+        skipped = len(plan.draft.job.skipped)
+        own = (
+            f"{taken} of its own" + f", {shared} layers shared" * bool(shared) + f", {skipped} skipped" * bool(skipped)
+        )
         rows.append(("draft", f"{plan.draft.describe()}, {own}, proposes up to {config.most_proposals} tokens"))
     if plan is not None:
         rows += plan.describe_gpus()
@@ -333,6 +336,7 @@ def _plan_in_json(
             "placement": plan.draft.describe(),
             "bytes": draft_bytes(plan.draft, job.config),
             "shared_layers": plan.draft.engine_plan.shared_layers,
+            "skipped_layers": len(plan.draft.job.skipped),
             "predicted": plan.speculation and asdict(plan.speculation),
         },
         "placement": [weights.describe_location(), *weights.in_words()] if weights else [],

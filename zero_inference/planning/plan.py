@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +16,21 @@ import torch
 
 from zero_inference.config.checks import batch_advice
 from zero_inference.config.option import AUTO
-from zero_inference.config.options import DEFAULTS, MULTI_GPU_ENGINES, NGRAM, OPTIONS, SELF, SPECULATION_OPTIONS
+from zero_inference.config.options import (
+    DEFAULTS,
+    MIN_RING_DEPTH,
+    MULTI_GPU_ENGINES,
+    NGRAM,
+    OPTIONS,
+    SELF,
+    SPECULATION_OPTIONS,
+)
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress, refuse_speculation
 from zero_inference.engines.stream.blocks import why_one_device
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
+from zero_inference.engines.stream.placement import GIB, spread
 from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
@@ -102,6 +113,9 @@ MIN_MIXTURE_GAIN = 1.2
 # A draft shares resident layers of at most this many times the bytes of its own: a shared layer frees memory for other layers, which a pass
 # then need not copy, but each of 16 proposals reads more. 8 bits gain from it beside 4, and 16 bits lose.
 MAX_SHARED_RATIO = 2.0
+MAX_SKIPPED_SHARE = (
+    1 / 3
+)  # of its layers: a draft without a third gives 3 tokens a pass (cpu/speculation_skipped_layers.txt)
 
 
 @dataclass(frozen=True)
@@ -167,7 +181,8 @@ class Plan:
         """Predicted times with a draft of the same model; None without one, or where times are unknown."""
         if self.job.config.speculate != SELF or self.times is None or self.draft.times is None:
             return None
-        return predict_speculation(self.job.config, self.job.rank_batch, self.draft.times, self.times)
+        skipped = len(self.draft.job.skipped) / self.job.spec.text_config.num_hidden_layers
+        return predict_speculation(self.job.config, self.job.rank_batch, self.draft.times, self.times, skipped)
 
     @property
     def tokens_per_s(self) -> float:
@@ -290,6 +305,12 @@ class Plan:
         how = "copies" if copies else "reads from disk"
         return f"{job.config.engine} {how} all {number} experts of a layer in each step, a token uses {chosen}: {plan.why_whole_layers}"
 
+    def skipping(self, changes: Sequence[float]) -> Plan:
+        """Return the plan of a draft that skips the layers that change hidden states least (`changes` by layer), but never the first."""
+        order = sorted(range(1, len(changes)), key=lambda layer: changes[layer])
+        job = replace(self.job, skipped=frozenset(order[: len(self.job.skipped)]))
+        return Plan(job, engine_module(job.config.engine).plan(job))
+
     def check(self) -> None:
         """Raises UsageError: this machine lacks something besides memory that the engine needs."""
         if self.job.machine.is_here:
@@ -353,12 +374,18 @@ def with_options(job: Job, config: RunConfig) -> Job:
     return replace(job, config=config, devices=devices, free_by_device=job.machine.free_device_bytes(devices))
 
 
-def plan_draft(job: Job, target: StreamPlan | None = None, shared: frozenset[int] = frozenset()) -> Plan | None:
+def plan_draft(
+    job: Job,
+    target: StreamPlan | None = None,
+    shared: frozenset[int] = frozenset(),
+    skipped: frozenset[int] = frozenset(),
+) -> Plan | None:
     """Return the plan of the draft of `--speculate`, by the stream engine on one device; None if that is no model.
 
     Args:
         target: of the same model, whose weights outside of layers the draft shares; None: it has all of its own.
         shared: blocks whose weights it shares, too.
+        skipped: layers that it leaves out.
 
     Raises UsageError: it has another tokenizer, its cache cannot forget tokens, or the device cannot hold all of its weights.
     """
@@ -393,7 +420,7 @@ def plan_draft(job: Job, target: StreamPlan | None = None, shared: frozenset[int
     # what the pair takes is known when the target model is planned beside it
     free = job.free_by_device if target is None else tuple(1 << 60 for _ in job.free_by_device)
     draft = replace(job, config=own, spec=spec, empty_model=empty_model, free_by_device=free)
-    draft = replace(draft, target=target, shared=shared)
+    draft = replace(draft, target=target, shared=shared, skipped=skipped)
     if name != SELF:
         refuse_inputs(draft)
         refuse_speculation(draft, f"--speculate {name}")
@@ -451,7 +478,10 @@ def _plan_with_draft(job: Job, asked: str) -> tuple[Plan, Plan | None]:
     """Return the plans of target model and draft.
 
     A draft of the same model shares what is outside of layers, and the layers that stay on the device, if the target model stores them in
-    at most `MAX_SHARED_RATIO` times the bytes: the more there are, the less memory the draft takes of its own, so as many as fit.
+    at most `MAX_SHARED_RATIO` times the bytes: the more there are, the less memory the draft takes of its own, so as many as fit. Where not
+    all of its layers fit, it skips up to `MAX_SKIPPED_SHARE` of them.
+
+    Raises DoesNotFit.
     """
 
     def target_beside(taken: int) -> Plan:
@@ -461,13 +491,34 @@ def _plan_with_draft(job: Job, asked: str) -> tuple[Plan, Plan | None]:
         except DoesNotFit as error:
             raise DoesNotFit(f"{error} The draft of {asked} takes {format_bytes(taken)}.") from error
 
-    if job.config.speculate != SELF or job.config.engine != "stream":
+    config, limit = job.config, math.inf if job.config.draft_memory is None else job.config.draft_memory * GIB
+    if config.speculate != SELF or config.engine != "stream":
         draft = plan_draft(job)
-        return target_beside(0 if draft is None else draft_bytes(draft, job.config)), draft
-    least = replace(job, config=replace(job.config, gpu_memory=0.0)) if job.config.gpu_memory is None else job
-    target = plan_target(least).engine_plan
+        taken = 0 if draft is None else draft_bytes(draft, config)
+        if taken > limit:
+            raise DoesNotFit(
+                f"--draft-memory {config.draft_memory:g}: the draft of {asked} takes {format_bytes(taken)}; give it that, or use a "
+                "smaller model."
+            )
+        return target_beside(taken), draft
+    small = {"gpu_memory": 0.0} if config.gpu_memory is None else {}
+    small |= {"ring_depth": MIN_RING_DEPTH} if config.ring_depth is None else {}
+    target = plan_target(replace(job, config=replace(config, **small))).engine_plan
     draft = plan_draft(job, target)
-    taken, placement = draft_bytes(draft, job.config), draft.engine_plan.placement
+    taken, placement = draft_bytes(draft, config), draft.engine_plan.placement
+    room = min(limit, job.free_device_bytes - target.min_free_bytes_on(0)) if job.on_gpu else limit
+    if taken > room:
+        count = math.ceil((taken - room) / placement.layer_bytes)
+        if count > MAX_SKIPPED_SHARE * placement.layers or config.kv_offload:
+            raise DoesNotFit(
+                f"{asked}: the draft takes {format_bytes(taken)} beside the model, and may have {format_bytes(max(0, int(room)))}; "
+                "use ngram or a smaller model"
+                + (", or keep the KV cache on the device to skip layers." if config.kv_offload else ".")
+            )
+        # which ones is measured once the model is there; the first one is never among them
+        spread_out = frozenset(1 + index for index in spread([1] * (placement.layers - 1), count))
+        draft = plan_draft(job, target, skipped=spread_out)
+        return target_beside(draft_bytes(draft, config)), draft
     plan = target_beside(taken)
     if target.placement.layer_bytes > MAX_SHARED_RATIO * placement.layer_bytes:
         return plan, draft

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,15 +33,17 @@ from zero_inference.engines.stream.cuda_graph import StepGraph
 from zero_inference.engines.stream.devices import device_by_name, move_buffers
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.plan import StreamPlan, plan
+from zero_inference.engines.stream.plan import StreamPlan, plan, shared_blocks
 from zero_inference.engines.stream.prefetch import Prefetcher
 from zero_inference.engines.stream.vocabulary import HostEmbedding, QuantizedHead
 from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kv_cache.attention_patch import patch_attention
+from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import Keep, load_weights
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.host_memory import host_copy
+from zero_inference.utils.patching import Patches
 from zero_inference.utils.timing import Transfers
 
 TOO_SHORT = "no generation was long enough to try a graph"
@@ -60,12 +64,14 @@ def load(
     layouts = [block.layout for block in placement.blocks]
     devices = [job.devices[placement.device_of(index)] for index in range(len(layouts))]
     shared = None if target is None else target.weights
-    buffers = {} if shared is None else {block: shared.store.buffers[block] for block in job.shared}
+    same = shared_blocks(job, placement.blocks)
+    buffers = {} if shared is None else {own: shared.store.buffers[theirs] for own, theirs in same.items()}
     store = BlockStore(layouts, devices, placement.resident, plan.pinned, buffers)
     prefix, layers = decoder_layers(model)
     weights = _WeightLoader(plan, store, shared)
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
         closing.callback(weights.close)
+        closing.enter_context(skip_layers(layers, job.skipped))
         keep = Keep(plan.kept, weights.adopt_stored)
         load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress, keep)
         # more than was planned where a checkpoint unties what config.json ties
@@ -127,6 +133,28 @@ def load(
         weights=weights,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in plan.stored],
     )
+
+
+def skip_layers(layers: nn.ModuleList, skipped: Collection[int]) -> Patches:
+    """Let the `skipped` ones return their input, as a tuple if the first layer, which is not among them, returns one. The lengths of the KV
+    cache grow alike in all layers. Undone at the end of the returned context."""
+    patches, returns_tuple = Patches(), False
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal returns_tuple
+        returns_tuple = isinstance(output, tuple)
+
+    def forward(index: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for cache in (each for each in (*args, *kwargs.values()) if isinstance(each, DeviceKVCache)):
+            if cache.layers[index].write_position is None:  # else `advance` counts the tokens
+                cache.layers[index].length += hidden_states.shape[1]
+        return (hidden_states,) if returns_tuple else hidden_states
+
+    if skipped:
+        patches.add_hooks(layers[0].register_forward_hook(note))
+    for index in skipped:
+        patches.set_attr(layers[index], "forward", partial(forward, index))
+    return patches
 
 
 def _bytes_per_step(placement: Placement) -> dict[str, int]:

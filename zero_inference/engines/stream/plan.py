@@ -128,7 +128,7 @@ class StreamPlan(EnginePlan):
     @property
     def shared_layers(self) -> int:
         """Layers whose weights are those of the target model."""
-        return len({self.placement.blocks[block].layer for block in self.job.shared})
+        return len({self.placement.blocks[block].layer for block in shared_blocks(self.job, self.placement.blocks)})
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[int, StoredParameter]]:
@@ -403,8 +403,9 @@ def _laid_out(job: Job, divided: bool) -> tuple[list[Block], int]:
         lambda: lay_out_blocks(job.empty_model.model, scheme, divided, stored),
     )
     if job.target is not None:
-        placed = job.target.placement
-        blocks = [placed.blocks[index] if index in job.shared else each for index, each in enumerate(blocks)]
+        placed, shared = job.target.placement, shared_blocks(job, blocks)
+        own = (placed.blocks[shared[index]] if index in shared else each for index, each in enumerate(blocks))
+        blocks = [block for block in own if block.layer not in job.skipped]
         return blocks, placed.outside_bytes + placed.embedding_bytes
     head = _head(job, blocks)
     return blocks, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
@@ -419,9 +420,18 @@ def _shared_bytes(job: Job, placement: Placement) -> tuple[int, int]:
     everything outside of blocks."""
     if job.target is None:
         return 0, 0
-    resident = set(placement.resident)
-    on_device = placement.nbytes_of(job.shared & resident) + placement.outside_bytes
-    return on_device, placement.nbytes_of(job.shared - resident) + placement.embedding_bytes
+    shared, resident = shared_blocks(job, placement.blocks).keys(), set(placement.resident)
+    on_device = placement.nbytes_of(shared & resident) + placement.outside_bytes
+    return on_device, placement.nbytes_of(shared - resident) + placement.embedding_bytes
+
+
+def shared_blocks(job: Job, blocks: Sequence[Block]) -> dict[int, int]:
+    """Return which of the `blocks` of a draft share the weights of which block of the target model."""
+    if job.target is None:
+        return {}
+    names = {(each.layer, each.module): index for index, each in enumerate(job.target.placement.blocks)}
+    found = {index: names.get((each.layer, each.module)) for index, each in enumerate(blocks)}
+    return {index: theirs for index, theirs in found.items() if theirs in job.shared}
 
 
 def _head(job: Job, blocks: Sequence[Block]) -> HeadWeight | None:
