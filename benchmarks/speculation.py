@@ -4,7 +4,8 @@
     python benchmarks/speculation.py acceptance [--drafts ngram self:4 self:8] [--draft-lens 4 8 16] -- RUN OPTIONS
 
 cost: the run of these options, and the same without --speculate. Drafts and passes are those of a run, and so are their times; how many
-proposals count as accepted is assumed: this share of each pass's proposals, on average. So the tokens are not the model's.
+proposals count as accepted is assumed: this share of each pass's proposals, on average. So the tokens are not the model's. With the draft
+length `auto` each proposal is accepted with this probability, if those before it were.
 
 acceptance: tokens per pass and the share of proposals that are accepted, for each kind of text in `benchmarks/prompts`, one file a kind
 and one prompt a line, a sequence at a time. Ids are compared with those without a draft.
@@ -18,8 +19,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,13 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pandas import DataFrame
 
-from zero_inference.config.options import DEFAULTS, SPECULATION_OPTIONS
+from zero_inference.config.option import AUTO
+from zero_inference.config.options import DEFAULTS, MAX_AUTO_DRAFT_LEN, SPECULATION_OPTIONS
 from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.engines.base import LoadedModel
 from zero_inference.hardware.machine import Machine
 from zero_inference.measure.loops import measure_loops
 from zero_inference.measure.session import loaded_model
-from zero_inference.measure.speculation import Speculation, make_draft
+from zero_inference.measure.speculation import DraftLength, Speculation, make_draft
 from zero_inference.models.prompts import encode_prompts, prompt_ids
 from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.planning.plan import build_job, make_plan
@@ -48,15 +51,19 @@ SHOWN = (1, 2, 4, 8, 16)  # positions of proposals
 
 @dataclass
 class AssumedAcceptance(Speculation):
-    """Accepts `share` of the proposals of a pass, on average."""
+    """Accepts `share` of the proposals of a pass, on average; if the length adapts itself, each with this probability."""
 
     share: float = 0.0
     offered: int = 0
+    random: Random = field(default_factory=lambda: Random(0))
 
     def accept(self, proposals: Sequence[int], predicted: Sequence[int]) -> list[int]:
         before = int(self.offered * self.share)
         self.offered += len(proposals)
         accepted = min(len(proposals), int(self.offered * self.share) - before)
+        if self.length is not None:
+            draws = (self.random.random() for _ in proposals)
+            accepted = next((count for count, draw in enumerate(draws) if draw >= self.share), len(proposals))
         for position in range(len(proposals)):
             self.proposed[position] += 1
             self.accepted[position] += position < accepted
@@ -68,7 +75,7 @@ def main() -> int:
     parser.add_argument("what", choices=("cost", "acceptance"))
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.76, 0.9])
     parser.add_argument("--drafts", nargs="+", default=["ngram", "self:4", "self:8"])
-    parser.add_argument("--draft-lens", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--draft-lens", nargs="+", default=["8", "16"], help="numbers, or auto")
     parser.add_argument(
         "--device-memory", type=float, metavar="GIB", help="plan for a device with this much free memory"
     )
@@ -89,6 +96,8 @@ def loaded(config: RunConfig, ranks: Ranks, machine: Machine) -> Iterator[Loaded
     """Load the model and its draft, and free all of it afterwards."""
     plan = make_plan(build_job(config, resolve_model(config, ranks.device.type), ranks, machine=machine))
     draft = "" if plan.draft is None else f"; draft: {plan.draft.describe()}"
+    if plan.times is not None:
+        draft += f"; predicted: {(plan.speculation or plan.times).in_words()}"
     with loaded_model(plan, Progress(enabled=False), compared=False) as (model, load_s, _):
         print(f"{plan.describe(work=True)}{draft}; loaded in {load_s:.0f} s", flush=True)
         if ranks.device.type == "cuda":
@@ -126,12 +135,13 @@ def measure_cost(
             for draft_len, share in cases:
                 assumed = None
                 if own.speculate:
-                    assumed = AssumedAcceptance(make_draft(model, own), draft_len, share=share)
+                    most, length = length_of(draft_len)
+                    assumed = AssumedAcceptance(make_draft(model, own), most, length, share=share)
                 loop, _ = decode(own, ranks, model, ids, assumed)
                 tokens_per_s = own.batch_size * (own.gen_len - 1) / loop.decode_s
                 alone = alone or tokens_per_s
                 row = {"draft_len": draft_len, "token/s": tokens_per_s, "gain": tokens_per_s / alone}
-                yield row | of_loop(loop, draft_len)
+                yield row | of_loop(loop)
                 print(f"{row} ({time.monotonic() - begin:.0f} s)", flush=True)
         del model
         gc.collect()
@@ -139,17 +149,24 @@ def measure_cost(
             torch.cuda.empty_cache()
 
 
-def of_loop(loop: Loop, draft_len: int) -> dict[str, Any]:
+def length_of(draft_len: str) -> tuple[int, DraftLength | None]:
+    if draft_len == AUTO:
+        return MAX_AUTO_DRAFT_LEN, DraftLength(MAX_AUTO_DRAFT_LEN)
+    return int(draft_len), None
+
+
+def of_loop(loop: Loop) -> dict[str, Any]:
     passes, use = len(loop.step_s), loop.speculation
     if use is None:
         return {"passes": passes, "pass (s)": loop.decode_s / passes}
+    proposals = use.proposals_per_pass or 0.0
     return {
         "passes": passes,
         "pass (s)": use.verify_s / passes,
-        "accepted": sum(each or 0 for each in use.acceptance) / draft_len,
         "token/pass": use.tokens_per_pass,
+        "proposals/pass": proposals,
         "draft (s)": use.draft_s / passes,
-        "draft/token (s)": use.draft_s / passes / draft_len,
+        "draft/token (s)": use.draft_s / passes / proposals if proposals else None,
     }
 
 
@@ -166,22 +183,23 @@ def measure_acceptance(
         name, _, bits = (draft or "").partition(":")
         own = replace(config, speculate=name or None, draft_bits=int(bits or 4) if name else 4).validate()
         with loaded(own, ranks, machine) as model:
-            for draft_len in args.draft_lens if draft else (1,):
+            for draft_len in args.draft_lens if draft else ("1",):
                 for kind, prompts in ids.items():
-                    passes, proposed, accepted, same = 0, [0] * draft_len, [0] * draft_len, 0.0
+                    most, length = length_of(draft_len)
+                    passes, proposed, accepted, same = 0, [0] * most, [0] * most, 0.0
                     for index, prompt in enumerate(prompts):
-                        speculation = Speculation(make_draft(model, own), draft_len) if draft else None
+                        speculation = Speculation(make_draft(model, own), most, length) if draft else None
                         _, found = decode(own, ranks, model, prompt, speculation)
                         expected = plain.setdefault((kind, index), found)
                         if speculation is None:
                             continue
                         same += float((found == expected).float().mean()) / len(prompts)
                         passes += speculation.passes
-                        for position in range(draft_len):
+                        for position in range(most):
                             proposed[position] += speculation.proposed[position]
                             accepted[position] += speculation.accepted[position]
                     if draft:
-                        shown = [at for at in SHOWN if at <= draft_len]
+                        shown = [at for at in SHOWN if at <= most]
                         shares = [f"{accepted[at - 1] / max(1, proposed[at - 1]):.2f}" for at in shown]
                         yield {
                             "draft": draft,

@@ -209,8 +209,8 @@ def _measure(
     if config.compare_baseline:
         del loaded, session  # its memory is for the other one
         baseline = measure_baseline(plan, measured, output_ids, ids)
-        use = measured.speculation.model_copy(update={"baseline": baseline})
-        files.result.measured = measured.model_copy(update={"speculation": use})
+        speculation = measured.speculation.model_copy(update={"baseline": baseline})
+        files.result.measured = measured.model_copy(update={"speculation": speculation})
     return output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
 
 

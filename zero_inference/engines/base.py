@@ -470,6 +470,11 @@ class EnginePlan:
         return False
 
     @property
+    def shared_layers(self) -> int:
+        """Layers of a draft whose weights are those of the target model."""
+        return 0
+
+    @property
     def copied_kv_layers(self) -> int:
         """Layers whose KV cache is copied over the link in each step."""
         copied = self.job.on_gpu and self.job.config.kv_offload and self.copies_kv

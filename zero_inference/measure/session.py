@@ -285,18 +285,31 @@ def loaded_model(
         for device in loaded.devices if with_kernels else ():
             closing.enter_context(rotary_kernel(loaded.model, device, job.spec.dtype))
         if plan.draft is not None:
-            draft, layers = plan.draft, len(decoder_layers(loaded.model)[1])
-            skips = ""
-            if draft.job.skipped:
-                draft = draft.skipping(layer_changes(loaded, prompt_ids(job.config, job.spec)[0][: job.rank_batch]))
-                skips = f", without {len(draft.job.skipped)} of {layers} layers ({', '.join(map(str, sorted(draft.job.skipped)))})"
-            progress.say(f"loading the draft: {draft.describe()}{skips}")
-            with contextlib.redirect_stdout(sys.stderr):
-                loaded.draft = draft.load(target=loaded)
-            closing.callback(loaded.draft.close)
-            if job.config.speculate == SELF and loaded.cpu_attention is not None:  # the cache of the target model
-                closing.enter_context(patch_attention(loaded.draft.model))
+            loaded.draft = closing.enter_context(_loaded_draft(plan.draft, job, loaded, progress))
         yield loaded, load_s, lambda: reference.compare(loaded, progress.say)
+
+
+@contextlib.contextmanager
+def _loaded_draft(draft: Plan, job: Job, loaded: LoadedModel, progress: Progress) -> Iterator[LoadedModel]:
+    """Load the draft of the model `loaded` of `job`, with our kernels, and release it at the end of the block."""
+    spec, skips = draft.job.spec, ""
+    if draft.job.skipped:
+        draft = draft.skipping(layer_changes(loaded, prompt_ids(job.config, job.spec)[0][: job.rank_batch]))
+        skips = f", without layers {', '.join(map(str, sorted(draft.job.skipped)))}"
+    asked = "off" if job.config.norm_kernels == "off" else "auto"
+    unused_because = prepare_norm_kernels(asked, spec.config.model_type, job.ranks.device, progress.say)
+    progress.say(f"loading the draft: {draft.describe()}{skips}")
+    with contextlib.ExitStack() as closing:
+        with contextlib.redirect_stdout(sys.stderr):
+            model = draft.load(target=loaded)
+        closing.callback(model.close)
+        closing.callback(unpatch_norms, model.model)
+        apply_norm_kernels(asked, unused_because, model.model, lambda line: None)
+        if has_kernels(job, progress):
+            closing.enter_context(rotary_kernel(model.model, model.device, spec.dtype))
+        if job.config.speculate == SELF and loaded.cpu_attention is not None:  # the cache of the target model
+            closing.enter_context(patch_attention(model.model))
+        yield model
 
 
 def has_kernels(job: Job, progress: Progress) -> bool:

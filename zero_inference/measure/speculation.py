@@ -332,8 +332,8 @@ def generate_speculatively(
                 text += speculation.accept(proposed, predicted[before - 1 :])
         cache.crop(min(map(len, texts)) - 1 - cached - width)
         if speculation.length is not None:
-            gained, proposed = min(map(len, texts)) - shortest, max(map(len, proposals))
-            speculation.length.observe(draft_len, proposed, gained, width, speculation.draft_s - draft_s, pass_s)
+            gained, steps = min(map(len, texts)) - shortest, max(map(len, proposals))
+            speculation.length.observe(draft_len, steps, gained, width, speculation.draft_s - draft_s, pass_s)
         ended = after_pass(min(map(len, texts)) - prompt_len)
     shortest = min(map(len, texts))
     return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +14,8 @@ from typing import Any
 import torch
 
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.option import AUTO
 from zero_inference.config.options import (
     DEFAULTS,
-    MIN_RING_DEPTH,
     MULTI_GPU_ENGINES,
     NGRAM,
     OPTIONS,
@@ -30,15 +27,13 @@ from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress, refuse_speculation
 from zero_inference.engines.stream.blocks import why_one_device
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
-from zero_inference.engines.stream.placement import GIB, spread
-from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import Machine
 from zero_inference.kernels.decode_attention import using_prompt_attention
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
-from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
+from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.patch import check_norm_kernels_option
 from zero_inference.planning.cost import (
     RANGES,
@@ -110,12 +105,6 @@ THIS_MACHINE = Machine()
 # Predicted gain for which a mixture of experts runs on several GPUs: without resident weights two were predicted to generate from
 # Qwen3-30B-A3B 1.14 times as fast as one, and did 0.95 times (h200-x2-one-process/sixth_host).
 MIN_MIXTURE_GAIN = 1.2
-# A draft shares resident layers of at most this many times the bytes of its own: a shared layer frees memory for other layers, which a pass
-# then need not copy, but each of 16 proposals reads more. 8 bits gain from it beside 4, and 16 bits lose.
-MAX_SHARED_RATIO = 2.0
-MAX_SKIPPED_SHARE = (
-    1 / 3
-)  # of its layers: a draft without a third gives 3 tokens a pass (cpu/speculation_skipped_layers.txt)
 
 
 @dataclass(frozen=True)
@@ -374,91 +363,13 @@ def with_options(job: Job, config: RunConfig) -> Job:
     return replace(job, config=config, devices=devices, free_by_device=job.machine.free_device_bytes(devices))
 
 
-def plan_draft(
-    job: Job,
-    target: StreamPlan | None = None,
-    shared: frozenset[int] = frozenset(),
-    skipped: frozenset[int] = frozenset(),
-) -> Plan | None:
-    """Return the plan of the draft of `--speculate`, by the stream engine on one device; None if that is no model.
-
-    Args:
-        target: of the same model, whose weights outside of layers the draft shares; None: it has all of its own.
-        shared: blocks whose weights it shares, too.
-        skipped: layers that it leaves out.
-
-    Raises UsageError: it has another tokenizer, its cache cannot forget tokens, or the device cannot hold all of its weights.
-    """
-    config, name = job.config, job.config.speculate
-    if name in (None, NGRAM):
-        return None
-    if len(job.devices) > 1:
-        raise UsageError(f"--speculate {name}: draft and target model are on one GPU; use --num-gpus 1.")
-    same = "batch_size prompt_len gen_len dtype dummy trust_remote_code seed decode_graph verbose".split()
-    own = RunConfig(
-        **{each: getattr(config, each) for each in same},
-        model=config.model if name == SELF else name,
-        engine="stream",
-        quant_bits=config.draft_bits,
-        cpu_compute="off" if job.on_gpu or (target is not None and target.cpu is None) else AUTO,
-        kv_offload=name == SELF and config.kv_offload and job.on_gpu,  # it continues the cache of the target model
-    ).validate()
-
-    def build() -> tuple[ModelSpec, EmptyModel]:
-        if name == SELF:
-            return job.spec, build_empty_model(job.spec)
-        find = resolve_for_plan if config.dry_run or not job.machine.is_here else resolve_model
-        spec = find(own, job.ranks.device.type)
-        _check_same_tokenizer(job.spec, spec)
-        check_model(own, spec)
-        return spec, build_empty_model(spec)
-
-    try:
-        spec, empty_model = job.empty_model.cached(("draft", name), build)
-    except UsageError as error:
-        raise UsageError(str(error).replace("--model", "--speculate", 1)) from error
-    # what the pair takes is known when the target model is planned beside it
-    free = job.free_by_device if target is None else tuple(1 << 60 for _ in job.free_by_device)
-    draft = replace(job, config=own, spec=spec, empty_model=empty_model, free_by_device=free)
-    draft = replace(draft, target=target, shared=shared, skipped=skipped)
-    if name != SELF:
-        refuse_inputs(draft)
-        refuse_speculation(draft, f"--speculate {name}")
-    plan = Plan(draft, engine_module(own.engine).plan(draft))
-    if plan.engine_plan.footprint.host and job.on_gpu:
-        raise DoesNotFit(
-            f"--speculate {name}: the draft has {format_bytes(plan.engine_plan.weight_bytes)} of weights, which do not fit beside KV "
-            f"cache and activations in {format_bytes(job.free_device_bytes or 0)} of device memory: use ngram or a smaller model."
-        )
-    return plan
-
-
-def _check_same_tokenizer(spec: ModelSpec, draft: ModelSpec) -> None:
-    one, other = load_tokenizer(spec), load_tokenizer(draft)
-    same = (
-        spec.text_config.vocab_size == draft.text_config.vocab_size
-        if one is None or other is None
-        else one.get_vocab() == other.get_vocab()
-    )
-    if not same:
-        raise UsageError(
-            f"--speculate {draft.name}: its tokenizer has other tokens than that of {spec.name}; use a model of the same family."
-        )
-
-
-def draft_bytes(draft: Plan, config: RunConfig) -> int:
-    """Return the bytes of a draft's weights, and of its KV cache if it has its own."""
-    own_cache = 0 if config.speculate == SELF else draft.job.kv_bytes()
-    return (
-        draft.engine_plan.weight_bytes_on(0) + (0 if draft.job.on_gpu else draft.engine_plan.footprint.host) + own_cache
-    )
-
-
 def make_plan(job: Job) -> Plan:
     """Plan the draft, if there is one, and then the target model in the device memory that is left.
 
-    Raises UsageError: as `plan_draft` and `plan_target`.
+    Raises UsageError: as `plan_with_draft` and `plan_target`.
     """
+    from zero_inference.planning.draft import plan_with_draft  # which imports this module
+
     if job.config.speculate is None:
         return plan_target(job)
     asked = f"--speculate {job.config.speculate}"
@@ -469,75 +380,17 @@ def make_plan(job: Job) -> Plan:
     refuse_speculation(job, asked)
     if job.config.speculate != NGRAM and len(job.devices) > 1 and job.config.num_gpus is None:
         job = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
-    plan, draft = _plan_with_draft(job, asked)
+    plan, draft = plan_with_draft(job, asked)
     # the engine plan's job has what is left, this one what there is: another plan of it subtracts the draft again
     return plan if draft is None else replace(plan, job=job, draft=draft)
 
 
-def _plan_with_draft(job: Job, asked: str) -> tuple[Plan, Plan | None]:
-    """Return the plans of target model and draft.
-
-    A draft of the same model shares what is outside of layers, and the layers that stay on the device, if the target model stores them in
-    at most `MAX_SHARED_RATIO` times the bytes: the more there are, the less memory the draft takes of its own, so as many as fit. Where not
-    all of its layers fit, it skips up to `MAX_SKIPPED_SHARE` of them.
-
-    Raises DoesNotFit.
-    """
-
-    def target_beside(taken: int) -> Plan:
-        left = tuple(max(0, each - taken) for each in job.free_by_device)
-        try:
-            return plan_target(replace(job, free_by_device=left))
-        except DoesNotFit as error:
-            raise DoesNotFit(f"{error} The draft of {asked} takes {format_bytes(taken)}.") from error
-
-    config, limit = job.config, math.inf if job.config.draft_memory is None else job.config.draft_memory * GIB
-    if config.speculate != SELF or config.engine != "stream":
-        draft = plan_draft(job)
-        taken = 0 if draft is None else draft_bytes(draft, config)
-        if taken > limit:
-            raise DoesNotFit(
-                f"--draft-memory {config.draft_memory:g}: the draft of {asked} takes {format_bytes(taken)}; give it that, or use a "
-                "smaller model."
-            )
-        return target_beside(taken), draft
-    small = {"gpu_memory": 0.0} if config.gpu_memory is None else {}
-    small |= {"ring_depth": MIN_RING_DEPTH} if config.ring_depth is None else {}
-    target = plan_target(replace(job, config=replace(config, **small))).engine_plan
-    draft = plan_draft(job, target)
-    taken, placement = draft_bytes(draft, config), draft.engine_plan.placement
-    room = min(limit, job.free_device_bytes - target.min_free_bytes_on(0)) if job.on_gpu else limit
-    if taken > room:
-        count = math.ceil((taken - room) / placement.layer_bytes)
-        if count > MAX_SKIPPED_SHARE * placement.layers or config.kv_offload:
-            raise DoesNotFit(
-                f"{asked}: the draft takes {format_bytes(taken)} beside the model, and may have {format_bytes(max(0, int(room)))}; "
-                "use ngram or a smaller model"
-                + (", or keep the KV cache on the device to skip layers." if config.kv_offload else ".")
-            )
-        # which ones is measured once the model is there; the first one is never among them
-        spread_out = frozenset(1 + index for index in spread([1] * (placement.layers - 1), count))
-        draft = plan_draft(job, target, skipped=spread_out)
-        return target_beside(draft_bytes(draft, config)), draft
-    plan = target_beside(taken)
-    if target.placement.layer_bytes > MAX_SHARED_RATIO * placement.layer_bytes:
-        return plan, draft
-
-    def draft_beside(plan: Plan) -> Plan:
-        return plan_draft(job, plan.engine_plan, frozenset(plan.engine_plan.placement.resident))
-
-    draft = draft_beside(plan)
-    fewest, most = 0, min(placement.layers, sum(job.free_by_device) // target.placement.layer_bytes)
-    while fewest < most:  # shared layers
-        count = (fewest + most + 1) // 2
-        beside = taken - count * placement.layer_bytes
-        more = target_beside(beside)
-        sharing = draft_beside(more)
-        if draft_bytes(sharing, job.config) <= beside:
-            fewest, plan, draft = count, more, sharing
-        else:
-            most = count - 1
-    return plan, draft
+def draft_bytes(draft: Plan, config: RunConfig) -> int:
+    """Return the bytes of a draft's weights, and of its KV cache if it has its own."""
+    own_cache = 0 if config.speculate == SELF else draft.job.kv_bytes()
+    return (
+        draft.engine_plan.weight_bytes_on(0) + (0 if draft.job.on_gpu else draft.engine_plan.footprint.host) + own_cache
+    )
 
 
 def refuse_inputs(job: Job) -> None:

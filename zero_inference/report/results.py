@@ -219,7 +219,7 @@ def speculation_in_words(use: SpeculationUse | None) -> str | None:
 
 def baseline_in_words(use: SpeculationUse | None) -> str | None:
     """Return the speed without speculation, and how little the tokens differ; None if it was not measured."""
-    baseline = use and use.baseline
+    baseline = None if use is None else use.baseline
     if baseline is None or baseline.gain is None or baseline.decode_throughput is None:
         return None
     words = (

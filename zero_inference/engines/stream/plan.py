@@ -127,7 +127,6 @@ class StreamPlan(EnginePlan):
 
     @property
     def shared_layers(self) -> int:
-        """Layers whose weights are those of the target model."""
         return len({self.placement.blocks[block].layer for block in shared_blocks(self.job, self.placement.blocks)})
 
     @functools.cached_property

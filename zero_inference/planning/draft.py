@@ -1,0 +1,193 @@
+"""The plan of a draft, and of the target model in the device memory that the draft leaves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from zero_inference.config.option import AUTO
+from zero_inference.config.options import MIN_RING_DEPTH, NGRAM, SELF
+from zero_inference.config.run_config import RunConfig
+from zero_inference.engines import engine_module
+from zero_inference.engines.base import Job, refuse_speculation
+from zero_inference.engines.stream.placement import GIB, spread
+from zero_inference.engines.stream.plan import StreamPlan
+from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.models.empty_model import EmptyModel, build_empty_model
+from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
+from zero_inference.planning.plan import Plan, check_model, draft_bytes, plan_target, refuse_inputs
+from zero_inference.utils.format import format_bytes
+
+# A draft shares resident layers of at most this many times the bytes of its own: a shared layer frees memory for other layers, which a pass
+# then need not copy, but each of 16 proposals reads more. 8 bits gain from it beside 4, and 16 bits lose.
+MAX_SHARED_RATIO = 2.0
+MAX_SKIPPED_SHARE = (
+    1 / 3
+)  # of its layers: a draft without a third gives 3 tokens a pass (cpu/speculation_skipped_layers.txt)
+
+
+def plan_draft(
+    job: Job,
+    target: StreamPlan | None = None,
+    shared: frozenset[int] = frozenset(),
+    skipped: frozenset[int] = frozenset(),
+) -> Plan | None:
+    """Return the plan of the draft of `--speculate`, by the stream engine on one device; None if that is no model.
+
+    Args:
+        target: of the same model, whose weights outside of layers the draft shares; None: it has all of its own.
+        shared: blocks whose weights it shares, too.
+        skipped: layers that it leaves out.
+
+    Raises UsageError: it has another tokenizer, its cache cannot forget tokens, or the device cannot hold all of its weights.
+    """
+    config, name = job.config, job.config.speculate
+    if name in (None, NGRAM):
+        return None
+    if len(job.devices) > 1:
+        raise UsageError(f"--speculate {name}: draft and target model are on one GPU; use --num-gpus 1.")
+    same = "batch_size prompt_len gen_len dtype dummy trust_remote_code seed decode_graph verbose".split()
+    own = RunConfig(
+        **{each: getattr(config, each) for each in same},
+        model=config.model if name == SELF else name,
+        engine="stream",
+        quant_bits=config.draft_bits,
+        cpu_compute="off" if job.on_gpu or (target is not None and target.cpu is None) else AUTO,
+        kv_offload=name == SELF and config.kv_offload and job.on_gpu,  # it continues the cache of the target model
+    ).validate()
+
+    def build() -> tuple[ModelSpec, EmptyModel]:
+        if name == SELF:
+            return job.spec, build_empty_model(job.spec)
+        find = resolve_for_plan if config.dry_run or not job.machine.is_here else resolve_model
+        spec = find(own, job.ranks.device.type)
+        _check_same_tokenizer(job.spec, spec)
+        check_model(own, spec)
+        return spec, build_empty_model(spec)
+
+    try:
+        spec, empty_model = job.empty_model.cached(("draft", name), build)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--model", "--speculate", 1)) from error
+    # what the pair takes is known when the target model is planned beside it
+    free = job.free_by_device if target is None else tuple(1 << 60 for _ in job.free_by_device)
+    draft = replace(job, config=own, spec=spec, empty_model=empty_model, free_by_device=free)
+    draft = replace(draft, target=target, shared=shared, skipped=skipped)
+    if name != SELF:
+        refuse_inputs(draft)
+        refuse_speculation(draft, f"--speculate {name}")
+    plan = Plan(draft, engine_module(own.engine).plan(draft))
+    if plan.engine_plan.footprint.host and job.on_gpu:
+        raise DoesNotFit(
+            f"--speculate {name}: the draft has {format_bytes(plan.engine_plan.weight_bytes)} of weights, which do not fit beside KV "
+            f"cache and activations in {format_bytes(job.free_device_bytes or 0)} of device memory: use ngram or a smaller model."
+        )
+    return plan
+
+
+def _check_same_tokenizer(spec: ModelSpec, draft: ModelSpec) -> None:
+    one, other = load_tokenizer(spec), load_tokenizer(draft)
+    same = (
+        spec.text_config.vocab_size == draft.text_config.vocab_size
+        if one is None or other is None
+        else one.get_vocab() == other.get_vocab()
+    )
+    if not same:
+        raise UsageError(
+            f"--speculate {draft.name}: its tokenizer has other tokens than that of {spec.name}; use a model of the same family."
+        )
+
+
+def plan_with_draft(job: Job, asked: str) -> tuple[Plan, Plan | None]:
+    """Return the plans of the target model and of its draft, if that is a model.
+
+    A draft of the same model shares what is outside of layers, and the layers that stay on the device, if the target model stores them in
+    at most `MAX_SHARED_RATIO` times the bytes. Where not all of its layers fit, it skips up to `MAX_SKIPPED_SHARE` of them.
+
+    Args:
+        asked: the option, for messages.
+
+    Raises UsageError: as `plan_draft` and `plan_target`, or the two do not fit together.
+    """
+    config, limit = job.config, math.inf if job.config.draft_memory is None else job.config.draft_memory * GIB
+    if config.speculate != SELF or config.engine != "stream":
+        draft = plan_draft(job)
+        taken = 0 if draft is None else draft_bytes(draft, config)
+        if taken > limit:
+            raise DoesNotFit(
+                f"--draft-memory {config.draft_memory:g}: the draft of {asked} takes {format_bytes(taken)}; give it that, or use a "
+                "smaller model."
+            )
+        return _target_beside(job, taken, asked), draft
+    small: dict[str, Any] = {"gpu_memory": 0.0} if config.gpu_memory is None else {}
+    small |= {"ring_depth": MIN_RING_DEPTH} if config.ring_depth is None else {}
+    target = stream_plan(plan_target(replace(job, config=replace(config, **small))))
+    draft = plan_draft(job, target)
+    taken, layer_bytes = draft_bytes(draft, config), stream_plan(draft).placement.layer_bytes
+    room = job.free_device_bytes - target.min_free_bytes_on(0) if job.on_gpu else math.inf
+    if taken <= room and target.placement.layer_bytes <= MAX_SHARED_RATIO * layer_bytes:
+        plan, sharing = _share_layers(job, asked, taken, layer_bytes)
+        if draft_bytes(sharing, config) <= limit:
+            return plan, sharing
+    skipped = _layers_to_skip(job, draft, taken - min(room, limit), asked)
+    if skipped:
+        draft = plan_draft(job, target, skipped=skipped)
+    plan = _target_beside(job, draft_bytes(draft, config), asked)
+    return plan, plan_draft(job, stream_plan(plan), skipped=skipped)  # with the embedding where this plan has it
+
+
+def stream_plan(plan: Plan) -> StreamPlan:
+    assert isinstance(plan.engine_plan, StreamPlan)
+    return plan.engine_plan
+
+
+def _target_beside(job: Job, taken: int, asked: str) -> Plan:
+    """Return the plan of the target model without the bytes that a draft takes on each device."""
+    left = tuple(max(0, each - taken) for each in job.free_by_device)
+    try:
+        return plan_target(replace(job, free_by_device=left))
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error} The draft of {asked} takes {format_bytes(taken)}.") from error
+
+
+def _share_layers(job: Job, asked: str, taken: int, layer_bytes: int) -> tuple[Plan, Plan]:
+    """Return the plans of target model and draft with as many shared layers as fit: the more there are, the less memory the draft takes of
+    its own.
+
+    Args:
+        taken, layer_bytes: of a draft that shares no layer, all bytes and those of a layer.
+    """
+
+    def plans(count: int) -> tuple[Plan, Plan]:
+        plan = _target_beside(job, taken - count * layer_bytes, asked)
+        return plan, plan_draft(job, stream_plan(plan), frozenset(stream_plan(plan).placement.resident))
+
+    found = plans(0)
+    placement = stream_plan(found[0]).placement
+    fewest, most = 0, min(placement.layers, sum(job.free_by_device) // placement.layer_bytes)
+    while fewest < most:
+        count = (fewest + most + 1) // 2
+        tried = plans(count)
+        if draft_bytes(tried[1], job.config) <= taken - count * layer_bytes:
+            fewest, found = count, tried
+        else:
+            most = count - 1
+    return found
+
+
+def _layers_to_skip(job: Job, draft: Plan, excess: float, asked: str) -> frozenset[int]:
+    """Return as many evenly spread layers of a draft as have `excess` bytes; which ones it skips is measured when the model is there.
+    Raises DoesNotFit: they are too many, or its KV cache is in host memory."""
+    if excess <= 0:
+        return frozenset()
+    placement = stream_plan(draft).placement
+    count = math.ceil(excess / placement.layer_bytes)
+    if count > MAX_SKIPPED_SHARE * placement.layers or job.config.kv_offload:
+        taken = draft_bytes(draft, job.config)
+        remedy = ", or keep the KV cache on the device" if job.config.kv_offload else ""
+        raise DoesNotFit(
+            f"{asked}: the draft takes {format_bytes(taken)} beside the model, and may have {format_bytes(max(0, int(taken - excess)))}; "
+            f"use ngram or a smaller model{remedy}."
+        )
+    return frozenset(1 + index for index in spread([1] * (placement.layers - 1), count))  # never the first
