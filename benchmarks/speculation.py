@@ -1,11 +1,13 @@
 """Measure speculative decoding: what it costs and gains at an assumed acceptance, and the acceptance of real text.
 
     python benchmarks/speculation.py cost [--acceptance 0.5 0.76 0.9] [--draft-lens 8 16] [--device-memory GIB] -- RUN OPTIONS
-    python benchmarks/speculation.py acceptance [--drafts ngram self:4 self:8] [--draft-lens 4 8 16] -- RUN OPTIONS
+    python benchmarks/speculation.py acceptance [--drafts ngram self:4 self:4:6] [--draft-lens 4 8 16] -- RUN OPTIONS
 
 cost: the run of these options, and the same without --speculate. Drafts and passes are those of a run, and so are their times; how many
 proposals count as accepted is assumed: this share of each pass's proposals, on average. So the tokens are not the model's. With the draft
 length `auto` each proposal is accepted with this probability, if those before it were.
+
+Drafts are named as `ngram`, `self:BITS` or `self:BITS:GIB` (--draft-memory).
 
 acceptance: tokens per pass and the share of proposals that are accepted, for each kind of text in `benchmarks/prompts`, one file a kind
 and one prompt a line, a sequence at a time. Ids are compared with those without a draft.
@@ -180,8 +182,9 @@ def measure_acceptance(
     }
     plain: dict[tuple[str, int], torch.Tensor] = {}
     for draft in (None, *args.drafts):
-        name, _, bits = (draft or "").partition(":")
-        own = replace(config, speculate=name or None, draft_bits=int(bits or 4) if name else 4).validate()
+        name, bits, memory = ((draft or "") + "::").split(":")[:3]
+        given = {"draft_bits": int(bits or 4), "draft_memory": float(memory) if memory else None} if name else {}
+        own = replace(config, speculate=name or None, **given).validate()
         with loaded(own, ranks, machine) as model:
             for draft_len in args.draft_lens if draft else ("1",):
                 for kind, prompts in ids.items():

@@ -68,8 +68,8 @@ class Job:
     machine: Machine = Machine()
     # Devices that this process drives, `ranks.device` by default. The first one has embedding, head, inputs and outputs.
     devices: tuple[torch.device, ...] = ()
-    # Of a draft: the stream engine's plan of its target model if that is the same model in more bits, whose weights outside of blocks the
-    # draft uses, too, and those of `shared` blocks. It skips the layers `skipped`.
+    # For a draft of the same model with fewer bits: the stream engine's plan of the target model. The draft uses its weights outside of
+    # blocks and in its `shared` blocks, and leaves out the layers `skipped`.
     target: Any = None
     shared: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()

@@ -37,7 +37,7 @@ from zero_inference.utils.patching import Patches
 from zero_inference.utils.ranks import Ranks
 
 LONGEST_NGRAM = 8
-# Of a draft length that is chosen while it runs:
+# For `DraftLength`
 LATEST = 5  # times, of which the shortest counts
 REMEMBERED = 0.9  # weight of the acceptance before a pass
 MIN_TRIALS = 8  # passes with proposals before they may end

@@ -161,8 +161,8 @@ class SpeculationTimes:
 def predict_speculation(
     config: RunConfig, rank_batch: int, draft: Times, target: Times, skipped: float
 ) -> SpeculationTimes:
-    """Return the times of decoding with a draft of the same model that skips a share of its layers. A pass gives the sequences of a batch
-    what the one with the fewest accepted proposals gets."""
+    """Return the times of decoding with a draft of the same model that skips a share of its layers. All sequences of a batch are assumed
+    to gain as many tokens in a pass as the one with the fewest accepted proposals."""
     acceptance = SELF_ACCEPTANCE - SKIPPED_ACCEPTANCE * skipped
     step_s, pass_s, most = draft.step.seconds, target.step.seconds, config.most_proposals
     found = []

@@ -70,7 +70,7 @@ def plan_draft(
         spec, empty_model = job.empty_model.cached(("draft", name), build)
     except UsageError as error:
         raise UsageError(str(error).replace("--model", "--speculate", 1)) from error
-    # what the pair takes is known when the target model is planned beside it
+    # the target model is planned beside it, and shows whether both fit
     free = job.free_by_device if target is None else tuple(1 << 60 for _ in job.free_by_device)
     draft = replace(job, config=own, spec=spec, empty_model=empty_model, free_by_device=free)
     draft = replace(draft, target=target, shared=shared, skipped=skipped)
