@@ -40,7 +40,8 @@ from zero_inference.hardware.profile import (
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.cost import Range, compared_s
-from zero_inference.planning.plan import Plan, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import Plan
 from zero_inference.records.read import read_records
 from zero_inference.utils.ranks import detect_ranks
 

@@ -41,7 +41,8 @@ from zero_inference.measure.session import loaded_model
 from zero_inference.measure.speculation import DraftLength, Speculation, make_draft
 from zero_inference.models.prompts import encode_prompts, prompt_ids
 from zero_inference.models.spec import load_tokenizer, resolve_model
-from zero_inference.planning.plan import build_job, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import build_job
 from zero_inference.records.schema import Loop
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group

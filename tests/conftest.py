@@ -127,6 +127,7 @@ def empty_preset(spec):
 def presets_built_once(monkeypatch):
     """Let plans build and trace each preset once a process."""
     monkeypatch.setattr("zero_inference.planning.plan.build_empty_model", empty_preset)
+    monkeypatch.setattr("zero_inference.planning.make_plan.build_empty_model", empty_preset)
 
 
 def pytest_collection_modifyitems(items) -> None:

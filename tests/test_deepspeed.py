@@ -25,7 +25,7 @@ from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.measure.engine_overhead import _ThinModel
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import plan_run
+from zero_inference.planning.make_plan import plan_run
 from zero_inference.utils.files import EXTENSIONS
 from zero_inference.utils.ranks import detect_ranks, start_process_group
 

@@ -39,7 +39,8 @@ from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import Plan, build_job, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import Plan, build_job
 from zero_inference.planning.roofline import planned_step_bound
 from zero_inference.records.read import read_records
 from zero_inference.utils.ranks import Ranks, detect_ranks

@@ -20,22 +20,22 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError
 from zero_inference.kernels import rotary
 from zero_inference.kernels.rotary import Form, Forms, rotary_kernel
-from zero_inference.measure import engine_overhead, loops, session
+from zero_inference.measure import engine_overhead, hardware_rates, loops, session
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
+from zero_inference.measure.hardware_rates import LinkMonitor, update_rates
 from zero_inference.measure.session import (
-    LinkMonitor,
     link_use_in,
     loaded_model,
     measure_run,
     summarize_measurement,
-    update_rates,
     write_trace,
 )
 from zero_inference.models.mlp import choose_experts_reference
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.norms import ops
-from zero_inference.planning.plan import build_job, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import build_job
 from zero_inference.records.hardware import GpuUse
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import MovedPerStep, Record, StreamPlacement
@@ -60,7 +60,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: calls.append((name, device)))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[device].pop(0))
     monkeypatch.setattr(
-        session, "host_to_device_rounds", lambda devices, *_: calls.append(("copies", devices)) or [110.0] * 3
+        hardware_rates, "host_to_device_rounds", lambda devices, *_: calls.append(("copies", devices)) or [110.0] * 3
     )
     return types.SimpleNamespace(calls=calls, peaks=peaks)
 
@@ -110,14 +110,14 @@ def test_rates_of_one_device_are_those_of_the_fastest_of_different_gpus(monkeypa
     names = dict(zip(CUDA, ("slow", "fast")))
     monkeypatch.setattr(torch.cuda, "get_device_name", names.get)
     rates = {CUDA[0]: 900.0, CUDA[1]: 3000.0}
-    assert session._of_fastest(CUDA, rates.get) == 3000.0
+    assert hardware_rates._of_fastest(CUDA, rates.get) == 3000.0
     names[CUDA[1]] = "slow"
-    assert session._of_fastest(CUDA, rates.get) == 900.0, "of equal ones the first"
+    assert hardware_rates._of_fastest(CUDA, rates.get) == 900.0, "of equal ones the first"
 
     def fails(device):
         raise torch.OutOfMemoryError
 
-    assert session._of_fastest(CUDA, fails) is None
+    assert hardware_rates._of_fastest(CUDA, fails) is None
 
 
 def record_of(**changes) -> Record:

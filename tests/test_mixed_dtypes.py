@@ -16,7 +16,7 @@ from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.empty_model import build_empty_model, parameter_bytes
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config, random_ids, reset_generation_config
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import plan_run
+from zero_inference.planning.make_plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8

@@ -16,7 +16,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
 from zero_inference.models.spec import resolve_model
 from zero_inference.norms import patch, patch_norms, unpatch_norms
-from zero_inference.planning.plan import plan_run
+from zero_inference.planning.make_plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
 
 SMALL = dict(

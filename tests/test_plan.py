@@ -17,7 +17,8 @@ from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware import machine
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.changes import check_memory
-from zero_inference.planning.plan import build_job, make_plan, plan_run
+from zero_inference.planning.make_plan import make_plan, plan_run
+from zero_inference.planning.plan import build_job
 from zero_inference.records.read import read_records
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group

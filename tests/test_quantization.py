@@ -15,7 +15,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed import quantization
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import plan_run
+from zero_inference.planning.make_plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 BOUND = {8: 0.02, 4: 0.15}

@@ -17,7 +17,7 @@ from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import plan_run
+from zero_inference.planning.make_plan import plan_run
 from zero_inference.records.read import read_records
 from zero_inference.utils.ranks import detect_ranks
 

@@ -14,10 +14,11 @@ import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from zero_inference.utils import ranks as group
-from zero_inference.measure import session
+from zero_inference.measure import hardware_rates
 from zero_inference.config.run_config import RunConfig
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import build_job, make_plan, plan_run
+from zero_inference.planning.make_plan import make_plan, plan_run
+from zero_inference.planning.plan import build_job
 from zero_inference.hardware.machine import Machine
 rank = int(os.environ["RANK"])
 ranks = group.detect_ranks()
@@ -51,10 +52,11 @@ def disk_read_gb_per_s(folder, file_bytes):
     measured.append(real(folder, file_bytes))
     return measured[-1]
 
-real, session.disk_read_gb_per_s = session.disk_read_gb_per_s, disk_read_gb_per_s
+real, hardware_rates.disk_read_gb_per_s = hardware_rates.disk_read_gb_per_s, disk_read_gb_per_s
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 group.start_process_group(ranks)
-rates = session.measure_rates(config, resolve_model(config, "cpu"), session.LinkMonitor(ranks), 1)
+link = hardware_rates.LinkMonitor(ranks)
+rates = hardware_rates.measure_rates(config, resolve_model(config, "cpu"), link, 1)
 print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gb_per_s}))
 group.stop_process_group()
 """

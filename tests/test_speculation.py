@@ -35,7 +35,8 @@ from zero_inference.measure.speculation import (
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import build_job, draft_bytes, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import build_job, draft_bytes
 from zero_inference.utils.ranks import detect_ranks
 
 BATCH, PROMPT, GEN = 8, 13, 24

@@ -30,7 +30,8 @@ from zero_inference.measure.loops import measure_loops
 from zero_inference.measure.session import TRACED_TOKENS, LinkMonitor, link_use_in
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import build_job, make_plan, plan_run
+from zero_inference.planning.make_plan import make_plan, plan_run
+from zero_inference.planning.plan import build_job
 from zero_inference.utils.interpreter import postpone_collections
 from zero_inference.utils.ranks import detect_ranks, start_process_group
 

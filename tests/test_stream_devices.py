@@ -30,7 +30,8 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning import plan as plan_module
-from zero_inference.planning.plan import build_job, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import build_job
 from zero_inference.utils.ranks import detect_ranks
 
 DEVICES = max(2, min(3, torch.cuda.device_count())) if torch.cuda.is_available() else 3

@@ -22,7 +22,8 @@ from zero_inference.kernels.extension import load_extension
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import build_job, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import build_job
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.ranks import detect_ranks

@@ -20,7 +20,7 @@ from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.cost import pass_time
-from zero_inference.planning.plan import plan_run
+from zero_inference.planning.make_plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # relative, of norms

@@ -36,8 +36,9 @@ from zero_inference.models.checkpoint_files import find_shards
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.changes import check_memory
+from zero_inference.planning.make_plan import plan_run, with_current_memory
 from zero_inference.planning.output import print_plan
-from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, driven_devices, plan_run
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, driven_devices
 from zero_inference.planning.search import choose
 from zero_inference.quality.data import find_task_file
 from zero_inference.quality.evaluate import load_tasks, score_run
@@ -182,7 +183,7 @@ def _measure(
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     refuse_differences(ranks, lambda: compared_inputs(spec, ids))
-    plan = plan.with_current_memory()  # fetching the weights may have taken an hour
+    plan = with_current_memory(plan)  # fetching the weights may have taken an hour
     _note_plan(plan, files)
     check_memory(plan)
     interpreter.resume_collections()

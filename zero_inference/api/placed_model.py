@@ -29,7 +29,8 @@ from zero_inference.measure.session import loaded_model
 from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.planning.changes import check_memory
-from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model
 from zero_inference.planning.search import choose
 from zero_inference.records.failure import explain_failure
 from zero_inference.utils import interpreter

@@ -26,7 +26,8 @@ from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.measure.loops import measure_loops
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import Plan, plan_run
+from zero_inference.planning.make_plan import plan_run
+from zero_inference.planning.plan import Plan
 from zero_inference.utils.environment import resident_host_bytes
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group

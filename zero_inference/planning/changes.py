@@ -22,8 +22,9 @@ from zero_inference.config.run_config import RunConfig, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
+from zero_inference.planning.make_plan import plan_with
 from zero_inference.planning.memory import node_needs
-from zero_inference.planning.plan import Plan, driven_devices, plan_with
+from zero_inference.planning.plan import Plan, driven_devices
 from zero_inference.utils.format import significant
 
 Fields = dict[str, Any]  # other values of options, by field name of RunConfig

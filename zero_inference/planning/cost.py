@@ -136,7 +136,7 @@ class Times:
 # Share of proposals of the model's own copy in 4 bits that are accepted, if those before them were. SubSpec (arXiv 2509.18344) reports 3.7
 # of 4, 6.9 of 8, 12.2 of 16 and 19.5 of 32 accepted proposals; this makes 3.7, 6.9, 12.2 and 19.3.
 SELF_ACCEPTANCE = 0.967
-SKIPPED_ACCEPTANCE = 0.85  # less for the share of its layers that it skips (cpu/speculation_skipped_layers.txt)
+SKIPPED_ACCEPTANCE = 0.85  # less for the share of its layers that it skips (cpu/speculation_simulation/skip_layers.txt)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.planning import search
 from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit, faster_than, what_does_not_fit
 from zero_inference.planning.cost import Times, seconds_in_words
+from zero_inference.planning.make_plan import make_plan, without_draft
 from zero_inference.planning.memory import HOST_MEMORY, log_sizes, without_page_locked
-from zero_inference.planning.plan import Plan, draft_bytes, make_plan, without_draft
+from zero_inference.planning.plan import Plan, draft_bytes
 from zero_inference.planning.roofline import planned_step_bound
 from zero_inference.planning.search import SearchResult, pareto_front
 from zero_inference.records.hardware import RATE_WORDS

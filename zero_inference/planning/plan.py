@@ -17,17 +17,15 @@ from zero_inference.config.checks import batch_advice
 from zero_inference.config.options import (
     DEFAULTS,
     MULTI_GPU_ENGINES,
-    NGRAM,
     OPTIONS,
     SELF,
-    SPECULATION_OPTIONS,
 )
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
-from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress, refuse_speculation
+from zero_inference.engines.base import EnginePlan, Job, LoadedModel, LoadProgress
 from zero_inference.engines.stream.blocks import why_one_device
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
-from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.errors import UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import Machine
 from zero_inference.kernels.decode_attention import using_prompt_attention
@@ -305,15 +303,6 @@ class Plan:
         if self.job.machine.is_here:
             engine_module(self.job.config.engine).check(self.engine_plan)
 
-    def with_current_memory(self) -> Plan:
-        """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
-        Raises UsageError: it has become too little."""
-        if self.job.free_device_bytes is None:
-            # the files of weights that have been fetched say how they are stored
-            return make_plan(self.job) if self.job.stored_formats else self
-        free_by_device = self.job.machine.free_device_bytes(self.job.devices, self.job.ranks)
-        return make_plan(replace(self.job, free_by_device=free_by_device))
-
     def load(self, progress: LoadProgress = lambda done: None, target: LoadedModel | None = None) -> LoadedModel:
         """Return the model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError.
 
@@ -361,28 +350,6 @@ def with_options(job: Job, config: RunConfig) -> Job:
     if devices == job.devices:
         return replace(job, config=config)
     return replace(job, config=config, devices=devices, free_by_device=job.machine.free_device_bytes(devices))
-
-
-def make_plan(job: Job) -> Plan:
-    """Plan the draft, if there is one, and then the target model in the device memory that is left.
-
-    Raises UsageError: as `plan_with_draft` and `plan_target`.
-    """
-    from zero_inference.planning.draft import plan_with_draft  # which imports this module
-
-    if job.config.speculate is None:
-        return plan_target(job)
-    asked = f"--speculate {job.config.speculate}"
-    if job.spec.dummy_routing == "text":
-        raise UsageError(
-            f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy."
-        )
-    refuse_speculation(job, asked)
-    if job.config.speculate != NGRAM and len(job.devices) > 1 and job.config.num_gpus is None:
-        job = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
-    plan, draft = plan_with_draft(job, asked)
-    # the engine plan's job has what is left, this one what there is: another plan of it subtracts the draft again
-    return plan if draft is None else replace(plan, job=job, draft=draft)
 
 
 def draft_bytes(draft: Plan, config: RunConfig) -> int:
@@ -482,24 +449,3 @@ def _without_cpu_prefill_if_slower(plan: Plan) -> Plan:
     other = Plan(plan.job, on_device)
     gains = other.times is None or other.times.prefill.seconds >= MIN_GAIN * plan.times.prefill.seconds
     return plan if gains else other
-
-
-def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: EmptyModel | None = None) -> Plan:
-    """Return the plan of connected ranks, checked against the machine: a collective. Raises UsageError: it cannot work here."""
-    try:
-        plan = make_plan(build_job(config, spec, ranks, least_of_ranks=True, empty_model=empty_model))
-    except DoesNotFit as error:
-        raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
-    plan.check()
-    return plan
-
-
-def without_draft(plan: Plan) -> Times | None:
-    """Return the predicted times of the same run without speculation; None where they are unknown."""
-    return plan_with(plan.job, **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS}).times
-
-
-def plan_with(job: Job, **fields: Any) -> Plan:
-    """Return the plan of the same model and machine with other options, to be compared and not loaded; this rank alone makes it.
-    Raises UsageError: the options cannot work."""
-    return make_plan(with_options(job, replace(job.config, **fields).validate()))

@@ -29,8 +29,9 @@ from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.spec import ModelSpec, check_stored
 from zero_inference.planning.changes import BATCH_SIZES, Fields
+from zero_inference.planning.make_plan import plan_with
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
-from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with, with_options
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, with_options
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import AutoChoice
 from zero_inference.utils import GB

@@ -1,4 +1,4 @@
-"""The plan of a draft, and of the target model in the device memory that the draft leaves."""
+"""The plans of runs: of the target model, and of its draft in the same device memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_inference.config.option import AUTO
-from zero_inference.config.options import MIN_RING_DEPTH, NGRAM, SELF
+from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, NGRAM, SELF, SPECULATION_OPTIONS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import Job, refuse_speculation
@@ -16,15 +16,75 @@ from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
-from zero_inference.planning.plan import Plan, check_model, draft_bytes, plan_target, refuse_inputs
+from zero_inference.planning.cost import Times
+from zero_inference.planning.plan import (
+    Plan,
+    build_job,
+    check_model,
+    draft_bytes,
+    plan_target,
+    refuse_inputs,
+    with_options,
+)
 from zero_inference.utils.format import format_bytes
+from zero_inference.utils.ranks import Ranks
 
 # A draft shares resident layers of at most this many times the bytes of its own: a shared layer frees memory for other layers, which a pass
 # then need not copy, but each of 16 proposals reads more. 8 bits gain from it beside 4, and 16 bits lose.
 MAX_SHARED_RATIO = 2.0
-MAX_SKIPPED_SHARE = (
-    1 / 3
-)  # of its layers: a draft without a third gives 3 tokens a pass (cpu/speculation_skipped_layers.txt)
+# Most layers that it skips: without a third a pass gives 3 tokens (cpu/speculation_simulation/skip_layers.txt).
+MAX_SKIPPED_SHARE = 1 / 3
+
+
+def make_plan(job: Job) -> Plan:
+    """Plan the draft, if there is one, and then the target model in the device memory that is left.
+
+    Raises UsageError: as `plan_with_draft` and `plan_target`.
+    """
+    if job.config.speculate is None:
+        return plan_target(job)
+    asked = f"--speculate {job.config.speculate}"
+    if job.spec.dummy_routing == "text":
+        raise UsageError(
+            f"{asked} verifies the model's own tokens, but random ones are fed: add --dummy-routing greedy."
+        )
+    refuse_speculation(job, asked)
+    if job.config.speculate != NGRAM and len(job.devices) > 1 and job.config.num_gpus is None:
+        job = replace(job, devices=job.devices[:1], free_by_device=job.free_by_device[:1])
+    plan, draft = plan_with_draft(job, asked)
+    # the engine plan's job has what is left, this one what there is: another plan of it subtracts the draft again
+    return plan if draft is None else replace(plan, job=job, draft=draft)
+
+
+def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: EmptyModel | None = None) -> Plan:
+    """Return the plan of connected ranks, checked against the machine: a collective. Raises UsageError: it cannot work here."""
+    try:
+        plan = make_plan(build_job(config, spec, ranks, least_of_ranks=True, empty_model=empty_model))
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
+    plan.check()
+    return plan
+
+
+def without_draft(plan: Plan) -> Times | None:
+    """Return the predicted times of the same run without speculation; None where they are unknown."""
+    return plan_with(plan.job, **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS}).times
+
+
+def plan_with(job: Job, **fields: Any) -> Plan:
+    """Return the plan of the same model and machine with other options, to be compared and not loaded; this rank alone makes it.
+    Raises UsageError: the options cannot work."""
+    return make_plan(with_options(job, replace(job.config, **fields).validate()))
+
+
+def with_current_memory(plan: Plan) -> Plan:
+    """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
+    Raises UsageError: it has become too little."""
+    job = plan.job
+    if job.free_device_bytes is None:
+        # the files of weights that have been fetched say how they are stored
+        return make_plan(job) if job.stored_formats else plan
+    return make_plan(replace(job, free_by_device=job.machine.free_device_bytes(job.devices, job.ranks)))
 
 
 def plan_draft(
