@@ -63,8 +63,9 @@ class AssumedAcceptance(Speculation):
     def accept(self, proposals: Sequence[int], predicted: Sequence[int]) -> list[int]:
         before = int(self.offered * self.share)
         self.offered += len(proposals)
-        accepted = min(len(proposals), int(self.offered * self.share) - before)
-        if self.length is not None:
+        if self.length is None:
+            accepted = min(len(proposals), int(self.offered * self.share) - before)
+        else:
             draws = (self.random.random() for _ in proposals)
             accepted = next((count for count, draw in enumerate(draws) if draw >= self.share), len(proposals))
         for position in range(len(proposals)):

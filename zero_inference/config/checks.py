@@ -84,8 +84,9 @@ def _in_needs(config: Options) -> Iterator[str]:
     for option in OPTIONS.values():
         for other, _, task in (need.partition("=") for need in option.needs):
             found = getattr(config, other)
-            needs.append((option.name, f"{OPTIONS[other].flag} {task}".strip(), task in found if task else found))
-    model_draft = config.speculate not in (None, NGRAM)
+            given = task in found if task else found or other in config.auto
+            needs.append((option.name, f"{OPTIONS[other].flag} {task}".strip(), given))
+    model_draft = config.speculate not in (None, NGRAM) or "speculate" in config.auto
     needs += [
         ("draft_bits", f"--speculate {SELF} or a model", model_draft),
         ("draft_memory", f"--speculate {SELF} or a model", model_draft),

@@ -161,15 +161,16 @@ class Options:
     draft_bits: int = _work(4, "bits of a stored weight of a draft that is a model", choices=(16, 8, 4))
     draft_memory: float | None = _work(
         None,
-        f"GPU memory for a draft's own weights; {SIZE_HELP}. Where --speculate self has more, it skips the layers that change least",
+        f"GPU memory for the weights that a draft does not share; {SIZE_HELP}. --speculate self with --engine stream skips layers to "
+        "fit, at most a third",
         kind="size",
         metavar="GIB",
         default_help="what fits",
     )
     draft_len: int | str = _work(
         AUTO,
-        f"tokens that a draft proposes for a pass, at most. auto: up to {MAX_AUTO_DRAFT_LEN}, as many as are fastest by the times and "
-        "acceptance of earlier passes, or none for the rest of the run",
+        f"most tokens that a draft proposes for a pass. auto: at most {MAX_AUTO_DRAFT_LEN}, adapted to the measured times and acceptance; "
+        "none for the rest of the run where that is faster",
         kind="count or auto",
         metavar="N|auto",
         least=1,
@@ -178,7 +179,7 @@ class Options:
     )
     compare_baseline: bool = _work(
         False,
-        "run the same without --speculate afterwards, loaded anew; the record has its speed, and where tokens differ by how little",
+        "afterwards load and run the same without --speculate; the record has its speed and the first token that differs in each sequence",
         needs=("speculate",),
     )
     temperature: float | None = _work(
@@ -191,7 +192,7 @@ class Options:
     )
     top_p: float = _work(
         1.0,
-        "sample among the likeliest tokens, as few as have this share of the probability",
+        "sample among the fewest likeliest tokens whose probabilities sum to P",
         kind="positive",
         metavar="P",
         most=1,

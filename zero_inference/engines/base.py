@@ -43,9 +43,8 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import Transfers
 
 LoadProgress = Callable[[int], None]  # gets the bytes of each loaded parameter
-SAMPLING_BYTES = (
-    64  # of a logit while a token is sampled: float32 scores, their sort with int64 indices, and the noise of all ranks
-)
+# Of a logit while a token is sampled: float32 scores and their sort with int64 indices, and the noise, which has the rows of all ranks.
+SAMPLING_BYTES, NOISE_BYTES = 56, 8
 MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; smaller on other GPUs
 
 
@@ -255,7 +254,8 @@ class Job:
     def activation_bytes(self) -> int:  # peak of a rank's prefill, or of a pass that verifies proposals
         model, batch = self.empty_model, self.rank_batch
         vocab_size = self.spec.text_config.vocab_size
-        sampling = 0 if self.config.temperature is None else batch * vocab_size * SAMPLING_BYTES
+        row_bytes = batch * SAMPLING_BYTES + self.config.batch_size * NOISE_BYTES
+        sampling = 0 if self.config.temperature is None else vocab_size * row_bytes
         prefill = max(sampling, model.activation_bytes(self.spec, batch, self.config.prompt_len))
         if self.config.speculate is None:
             return prefill

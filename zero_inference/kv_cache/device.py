@@ -278,6 +278,10 @@ class PreallocatedCache(Cache):
         for layer in self.preallocated:
             layer.length += tokens_to_remove
 
+    def pass_over(self, layer: int, tokens: int) -> None:
+        """Add `tokens` positions to a layer that a draft skips: masks are made for the length of any layer."""
+        self.layers[layer].length += tokens
+
     def reset(self) -> None:
         """Forget all tokens; the memory of keys and values stays allocated."""
         for layer in self.preallocated:
@@ -339,6 +343,10 @@ class DeviceKVCache(PreallocatedCache):
         finally:
             for layer in self.layers:
                 layer.write_position = None
+
+    def pass_over(self, layer: int, tokens: int) -> None:
+        if self.layers[layer].write_position is None:  # else `advance` counts the tokens
+            super().pass_over(layer, tokens)
 
     def advance(self, tokens: int) -> None:
         """Add to the length the tokens that were written within `writing_at`."""

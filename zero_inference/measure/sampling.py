@@ -6,6 +6,8 @@ several positions, and a draft with similar logits mostly selects the same one (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -25,7 +27,8 @@ class Sampler(LogitsProcessor):
     """
 
     def __init__(self, temperature: float, top_p: float, seed: int, vocab_size: int, rows: int, first_row: int = 0):
-        self.warpers = [TemperatureLogitsWarper(float(temperature))]
+        self.temperature = float(temperature)
+        self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(self.temperature)]
         if top_p < 1:
             self.warpers.append(TopPLogitsWarper(top_p))
         self.seed, self.shape, self.first_row = seed, (rows, vocab_size), first_row
@@ -46,10 +49,16 @@ class Sampler(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return self._with_noise(scores, input_ids.shape[1])
 
-    def _with_noise(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+    def noisy(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """Return logits / temperature + noise, float32 [B, V], of all tokens: also of those that top-p leaves out."""
+        return self._with_noise(logits, position, self.warpers[:1])
+
+    def _with_noise(
+        self, logits: torch.Tensor, position: int, warpers: Sequence[LogitsProcessor] | None = None
+    ) -> torch.Tensor:
         """Return float32 [B, V] for `logits` [B, V] of the token at `position`."""
         scores = logits.float()
-        for warper in self.warpers:
+        for warper in self.warpers if warpers is None else warpers:
             scores = warper(None, scores)
         rows, vocab_size = scores.shape
         noise = self._noise(position, scores.device)[self.first_row : self.first_row + rows, :vocab_size]

@@ -28,7 +28,13 @@ from zero_inference.measure.correctness import ReferenceLayers, check_copies_bet
 from zero_inference.measure.hardware_rates import LinkMonitor, measure_rates, update_rates
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
 from zero_inference.measure.sampling import Sampler
-from zero_inference.measure.speculation import Speculation, generate_speculatively, layer_changes, make_speculation
+from zero_inference.measure.speculation import (
+    Speculation,
+    generate_speculatively,
+    last_logits,
+    layer_changes,
+    make_speculation,
+)
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.mlp import detect_routers, install_routing_kernel
@@ -37,7 +43,7 @@ from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.patch import apply_norm_kernels, prepare_norm_kernels, unpatch_norms
 from zero_inference.planning import roofline
 from zero_inference.planning.cost import seconds_in_words
-from zero_inference.planning.make_plan import plan_run
+from zero_inference.planning.make_plan import plan_run, skip_least_changes
 from zero_inference.planning.memory import log_sizes
 from zero_inference.planning.plan import Plan
 from zero_inference.records.hardware import GpuUse, Rates, TracedLinkUse
@@ -109,7 +115,8 @@ def _loaded_draft(draft: Plan, job: Job, loaded: LoadedModel, progress: Progress
     """Load the draft of the model `loaded` of `job`, with our kernels, and release it at the end of the block."""
     spec, skips = draft.job.spec, ""
     if draft.job.skipped:
-        draft = draft.skipping(layer_changes(loaded, prompt_ids(job.config, job.spec)[0][: job.rank_batch]))
+        changes = layer_changes(loaded, prompt_ids(job.config, job.spec)[0][: job.rank_batch])
+        draft = skip_least_changes(draft, changes)
         skips = f", without layers {', '.join(map(str, sorted(draft.job.skipped)))}"
     asked = "off" if job.config.norm_kernels == "off" else "auto"
     unused_because = prepare_norm_kernels(asked, spec.config.model_type, job.ranks.device, progress.say)
@@ -233,20 +240,17 @@ def first_differences(session: Session, output_ids: torch.Tensor) -> list[TokenD
     for index in range(int(ranks.maximum([float(len(places))])[0])):
         row, place = places[index] if index < len(places) else (0, 0)
         text = torch.cat([session.ids[row], alone[row, :place]])[None].to(loaded.device)
-        scores = loaded.model(input_ids=text, use_cache=False).logits[:, -1].float()
-        largest = float(scores.max())
-        if session.sampler is not None:  # its noise differs by row
-            scores = session.sampler(text.expand(rows, -1), scores.expand(rows, -1))[row, None]
+        scores = last_logits(loaded, text).float()
+        spacing = torch.finfo(loaded.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(float(scores.max())), 1e-30)))
+        if (sampler := session.sampler) is not None:  # its noise differs by row
+            scores, spacing = (
+                sampler.noisy(scores.expand(rows, -1), text.shape[1])[row, None],
+                spacing / sampler.temperature,
+            )
         if index < len(places):
             margin = float(scores.max() - min(scores[0, alone[row, place]], scores[0, other[row, place]]))
-            differences.append(
-                TokenDifference(
-                    sequence=ranks.rank * rows + row + 1,
-                    token=place + 1,
-                    margin=margin,
-                    spacing=torch.finfo(loaded.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(largest), 1e-30))),
-                )
-            )
+            number = ranks.rank * rows + row + 1
+            differences.append(TokenDifference(sequence=number, token=place + 1, margin=margin, spacing=spacing))
     return sum(ranks.gather_objects(differences), [])
 
 

@@ -153,7 +153,7 @@ class DraftLength:
 
     def __init__(self, most: int):
         self.most, self.ended, self.trials = most, False, 0
-        self.untried = [each for each in dict.fromkeys((most, most // 4, 0)) for _ in range(2)]
+        self.untried = [most, most, most // 4, most // 4, 0, 0]
         self.pass_s: dict[int, deque[float]] = {}  # by tokens of a pass: its latest times
         self.token_s: deque[float] = deque(maxlen=LATEST)  # of the draft, for a proposal
         self.accepted = self.rejected = 0.0  # passes count the less the longer ago they were
@@ -205,8 +205,10 @@ def layer_changes(loaded: LoadedModel, ids: torch.Tensor) -> list[float]:
     with Patches() as hooks:
         for layer in decoder_layers(loaded.model)[1]:
             hooks.add_hooks(layer.register_forward_hook(note, with_kwargs=True))
-        loaded.model(input_ids=ids.to(loaded.device), use_cache=False)
-    return changes
+        for text in ids.to(loaded.device):
+            last_logits(loaded, text[None])
+    layers = len(decoder_layers(loaded.model)[1])
+    return [float(np.mean(changes[layer::layers])) for layer in range(layers)]
 
 
 @dataclass
@@ -333,7 +335,10 @@ def generate_speculatively(
         cache.crop(min(map(len, texts)) - 1 - cached - width)
         if speculation.length is not None:
             gained, steps = min(map(len, texts)) - shortest, max(map(len, proposals))
-            speculation.length.observe(draft_len, steps, gained, width, speculation.draft_s - draft_s, pass_s)
+            spent_s = speculation.draft_s - draft_s
+            speculation.length.observe(
+                draft_len, proposed=steps, gained=gained, width=width, draft_s=spent_s, pass_s=pass_s
+            )
         ended = after_pass(min(map(len, texts)) - prompt_len)
     shortest = min(map(len, texts))
     return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)
@@ -347,6 +352,12 @@ def _span(loaded: LoadedModel, name: str) -> AbstractContextManager[Any]:
 @cache_per_module
 def _arguments(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def last_logits(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [B, V] after the texts `ids` int64 [B, T], without a KV cache."""
+    given = {"logits_to_keep": 1} if "logits_to_keep" in _arguments(loaded.model) else {}
+    return loaded.model(input_ids=ids, use_cache=False, **given).logits[:, -1]
 
 
 def next_tokens(

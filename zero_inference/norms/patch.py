@@ -151,8 +151,7 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
         if name in family.norms:
             _set_forward(module, _norm_forward(family.norms[name]), patches)
             count += 1
-        elif name == family.layer_class and (hasattr(module, "_hf_hook") or "forward" not in vars(module)):
-            # a layer with a forward of its own keeps it: a draft may skip it
+        elif name == family.layer_class:
             forward = _fused_forward(type(module), family.after_add)  # type: ignore[arg-type]  # a class can be hashed
             if forward is not None:
                 _set_forward(module, forward, patches)

@@ -149,10 +149,12 @@ class SpeculationTimes:
     pass_s: float  # to verify them
     tokens_per_pass: float  # of a sequence
     tokens_per_s: float
+    is_bound: bool  # as of `Times`
 
     def in_words(self) -> str:
+        most = "at most " if self.is_bound else ""
         return (
-            f"{significant(self.tokens_per_s)} token/s, if {self.acceptance:.1%} of the proposals are accepted (assumed): "
+            f"{most}{significant(self.tokens_per_s)} token/s, if {self.acceptance:.1%} of the proposals are accepted (assumed): "
             f"{self.tokens_per_pass:.1f} tokens a pass, {self.proposals} proposals {format_seconds(self.draft_s)}, "
             f"pass {format_seconds(self.pass_s)}"
         )
@@ -169,7 +171,11 @@ def predict_speculation(
     for count in [most] if config.draft_len == most else range(1, most + 1):
         tokens = expected_tokens(acceptance**rank_batch, count)
         tokens_per_s = config.batch_size * tokens / (count * step_s + pass_s)
-        found.append(SpeculationTimes(acceptance, count, count * step_s, pass_s, tokens, tokens_per_s))
+        found.append(
+            SpeculationTimes(
+                acceptance, count, count * step_s, pass_s, tokens, tokens_per_s, draft.is_bound or target.is_bound
+            )
+        )
     return max(found, key=lambda each: each.tokens_per_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -132,8 +133,8 @@ def plan_draft(
         raise UsageError(str(error).replace("--model", "--speculate", 1)) from error
     # the target model is planned beside it, and shows whether both fit
     free = job.free_by_device if target is None else tuple(1 << 60 for _ in job.free_by_device)
-    draft = replace(job, config=own, spec=spec, empty_model=empty_model, free_by_device=free)
-    draft = replace(draft, target=target, shared=shared, skipped=skipped)
+    of_target: dict[str, Any] = dict(target=target, shared=shared, skipped=skipped)
+    draft = replace(job, config=own, spec=spec, empty_model=empty_model, free_by_device=free, **of_target)
     if name != SELF:
         refuse_inputs(draft)
         refuse_speculation(draft, f"--speculate {name}")
@@ -175,9 +176,11 @@ def plan_with_draft(job: Job, asked: str) -> tuple[Plan, Plan | None]:
         draft = plan_draft(job)
         taken = 0 if draft is None else draft_bytes(draft, config)
         if taken > limit:
+            remedy = (
+                "use --engine stream, where it may skip layers" if config.speculate == SELF else "use a smaller model"
+            )
             raise DoesNotFit(
-                f"--draft-memory {config.draft_memory:g}: the draft of {asked} takes {format_bytes(taken)}; give it that, or use a "
-                "smaller model."
+                f"--draft-memory {config.draft_memory:g}: the draft of {asked} takes {format_bytes(taken)}; give it that, or {remedy}."
             )
         return _target_beside(job, taken, asked), draft
     small: dict[str, Any] = {"gpu_memory": 0.0} if config.gpu_memory is None else {}
@@ -190,7 +193,7 @@ def plan_with_draft(job: Job, asked: str) -> tuple[Plan, Plan | None]:
         plan, sharing = _share_layers(job, asked, taken, layer_bytes)
         if draft_bytes(sharing, config) <= limit:
             return plan, sharing
-    skipped = _layers_to_skip(job, draft, taken - min(room, limit), asked)
+    skipped = _layers_to_skip(job, draft, min(room, limit), asked)
     if skipped:
         draft = plan_draft(job, target, skipped=skipped)
     plan = _target_beside(job, draft_bytes(draft, config), asked)
@@ -236,18 +239,28 @@ def _share_layers(job: Job, asked: str, taken: int, layer_bytes: int) -> tuple[P
     return found
 
 
-def _layers_to_skip(job: Job, draft: Plan, excess: float, asked: str) -> frozenset[int]:
-    """Return as many evenly spread layers of a draft as have `excess` bytes; which ones it skips is measured when the model is there.
-    Raises DoesNotFit: they are too many, or its KV cache is in host memory."""
-    if excess <= 0:
+def skip_least_changes(draft: Plan, changes: Sequence[float]) -> Plan:
+    """Return the plan of a draft that skips as many layers, but those with the least of `changes`, one for each layer; never the first."""
+    order = sorted(range(1, len(changes)), key=lambda layer: changes[layer])
+    job = replace(draft.job, skipped=frozenset(order[: len(draft.job.skipped)]))
+    return Plan(job, engine_module(job.config.engine).plan(job))
+
+
+def _layers_to_skip(job: Job, draft: Plan, room: float, asked: str) -> frozenset[int]:
+    """Return as many evenly spread layers as a draft has to skip to take at most `room` bytes; `skip_least_changes` replaces them when the
+    model is loaded. Raises DoesNotFit: they are too many, or the KV cache is in host memory."""
+    placement, taken = stream_plan(draft).placement, draft_bytes(draft, job.config)
+    if taken <= room:
         return frozenset()
-    placement = stream_plan(draft).placement
-    count = math.ceil(excess / placement.layer_bytes)
-    if count > MAX_SKIPPED_SHARE * placement.layers or job.config.kv_offload:
-        taken = draft_bytes(draft, job.config)
-        remedy = ", or keep the KV cache on the device" if job.config.kv_offload else ""
+    count, most = math.ceil((taken - room) / placement.layer_bytes), int(MAX_SKIPPED_SHARE * placement.layers)
+    if count > most or job.config.kv_offload:
+        least, memory = format_bytes(taken - most * placement.layer_bytes), job.config.draft_memory
+        limited_by = "the device" if memory is None else f"--draft-memory {memory:g}"
+        rule = f"without a third of its layers, the most that it skips, it takes {least}: make that free"
+        if job.config.kv_offload:
+            rule = "it skips no layers while keys and values are in host memory: drop --kv-offload"
         raise DoesNotFit(
-            f"{asked}: the draft takes {format_bytes(taken)} beside the model, and may have {format_bytes(max(0, int(taken - excess)))}; "
-            f"use ngram or a smaller model{remedy}."
+            f"{asked}: the draft takes {format_bytes(taken)}, and {limited_by} leaves {format_bytes(max(0, int(room)))} for it; {rule}, or "
+            "use ngram or a smaller model."
         )
     return frozenset(1 + index for index in spread([1] * (placement.layers - 1), count))  # never the first

@@ -207,13 +207,13 @@ def print_plan(job: Job, goal: str | None) -> None:
         except DoesNotFit as error:
             plan, refused = None, str(error)
         fits = plan is not None and plan.fits
-        # without speculation predictions are of one token a pass
+        # changes are compared by the token/s of single steps
         faster = faster_than(plan, goal) if fits and job.config.speculate is None else []
         alone = without_draft(plan) if fits and plan.speculation else None
         changes = [] if fits else changes_that_fit(job)
     if fits:
         unknown = f"No speed is predicted: {plan.why_not_predicted}"
-        predicted = f"Predicted: {(plan.speculation or plan.times).in_words()}" if plan.times else unknown
+        predicted = f"Predicted: {_prediction(plan)}" if plan.times else unknown
         load_s, range_s = plan.predicted.load_s, plan.predicted.load_range_s
         loading = "" if load_s is None else f", loading {seconds_in_words(load_s, range_s)}"
         verdict = f"{DoesNotFit.FITS} {predicted}{loading}."
@@ -222,10 +222,7 @@ def print_plan(job: Job, goal: str | None) -> None:
         reason = f"It needs {' and '.join(short)}." if plan else refused
         verdict = f"{DoesNotFit.VERDICT} {reason} It would fit with {advice_to_fit(job, changes)}."
     if job.config.json:
-        found = _plan_in_json(job, plan, refused, verdict, changes, faster)
-        if alone is not None:
-            found["draft"]["decode_throughput_without"] = alone.tokens_per_s
-        print(json.dumps(found, indent=1), flush=True)
+        print(json.dumps(_plan_in_json(job, plan, refused, verdict, changes, faster, alone), indent=1), flush=True)
     else:
         rows = [*_rows(job, plan), ("faster", ", ".join(each.in_words() for each in faster))]
         if alone is not None:
@@ -233,6 +230,19 @@ def print_plan(job: Job, goal: str | None) -> None:
         print("\n".join([verdict, *(f"  {label:<15}{text}" for label, text in rows if text)]), flush=True)
     if not fits:
         raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would fit.")
+
+
+def _prediction(plan: Plan) -> str:
+    """Return the predicted times; with a draft whose acceptance is unknown those of a pass, not token/s."""
+    times, tokens = plan.times, plan.job.step_tokens
+    least = "at least " if times.is_bound else ""
+    first = f"first token {least}{seconds_in_words(times.prefill.seconds, times.prefill.range_s)}"
+    if plan.speculation is not None:
+        return f"{plan.speculation.in_words()}; {first}"
+    if plan.job.config.speculate is None:
+        return times.in_words()
+    verified = f"a pass of up to {tokens} tokens takes {least}{format_seconds(times.step.seconds)}, {first}"
+    return f"{verified}; token/s depend on how many proposals are accepted"
 
 
 def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
@@ -263,8 +273,9 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
         rows += [("decode", line) for line in plan.engine_plan.in_words()] + [("experts", plan.unchosen_experts or "")]
         if limit := _limit(plan):
             about = "about" if plan.engine_plan.cost_terms.depends_on_routing else "at most"
-            rate, bound = significant(limit["decode_throughput"]), RATE_WORDS[limit["bound_by"]]
-            rows.append(("limit", f"{about} {rate} token/s by the rate of {bound} alone"))
+            rate, bound = significant(config.batch_size / limit["decode_step_s"]), RATE_WORDS[limit["bound_by"]]
+            what = "token/s" if config.speculate is None else "passes/s, each of several tokens,"
+            rows.append(("limit", f"{about} {rate} {what} by the rate of {bound} alone"))
         if plan.fits and plan.times:
             gain_unknown = config.speculate is not None and plan.speculation is None
             left_out = [*plan.times.left_out, *["what --speculate gains"] * gain_unknown]
@@ -278,11 +289,19 @@ def _limit(plan: Plan) -> dict[str, Any] | None:
     if machine is None or not (found := planned_step_bound(plan.engine_plan, machine)):
         return None
     bound_by, step_s = found
-    return {"decode_step_s": step_s, "decode_throughput": plan.job.config.batch_size / step_s, "bound_by": bound_by}
+    config = plan.job.config
+    throughput = config.batch_size / step_s if config.speculate is None else None  # a pass gives several tokens
+    return {"decode_step_s": step_s, "decode_throughput": throughput, "bound_by": bound_by}
 
 
 def _plan_in_json(
-    job: Job, plan: Plan | None, refused: str | None, verdict: str, changes: Sequence[str], faster: Sequence[Faster]
+    job: Job,
+    plan: Plan | None,
+    refused: str | None,
+    verdict: str,
+    changes: Sequence[str],
+    faster: Sequence[Faster],
+    alone: Times | None,
 ) -> dict[str, Any]:
     """Return the JSON object of `--dry-run --json`, in bytes and seconds; null is a value that is not known.
 
@@ -293,8 +312,9 @@ def _plan_in_json(
     limit              of a described machine, by its rates alone
     moved_per_step     bytes of a decode step, over all ranks, by the record's names
     gpus               where one process drives several: layers, peak bytes and bytes over the link in a decode step of each
-    draft              of --speculate, if it is a model: bytes of its own weights, and of its own KV cache; `predicted` of self: seconds
-                       of a pass and of its proposals, and tokens of a pass with the assumed acceptance
+    draft              of --speculate, if it is a model: bytes of its own weights and KV cache, layers that it shares and skips; for self
+                       `predicted`: seconds of a pass and of its proposals, and tokens of a pass with the assumed acceptance; and
+                       the token/s without a draft (`alone`)
     changes_that_fit   options to add, each for itself, where it does not fit
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """
@@ -317,7 +337,9 @@ def _plan_in_json(
         "predicted": {
             "prefill_s": times and times.prefill.seconds,
             "decode_step_s": times and times.step.seconds,
-            "decode_throughput": times and plan.tokens_per_s,
+            "decode_throughput": plan.tokens_per_s
+            if times and (plan.speculation or not job.config.speculate)
+            else None,
             "bound_by": times and times.step.bound_by,
             "load_s": plan and plan.predicted.load_s,
             "prefill_range_s": times and times.prefill.range_s,
@@ -339,6 +361,7 @@ def _plan_in_json(
             "shared_layers": plan.draft.engine_plan.shared_layers,
             "skipped_layers": len(plan.draft.job.skipped),
             "predicted": plan.speculation and asdict(plan.speculation),
+            "decode_throughput_without": alone and alone.tokens_per_s,
         },
         "placement": [weights.describe_location(), *weights.in_words()] if weights else [],
         "changes_that_fit": list(changes),

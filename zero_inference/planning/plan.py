@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,8 +226,8 @@ class Plan:
             if job.config.speculate is None:
                 values |= {"bound_by": step.bound_by, "decode_s": step.seconds * steps}
                 values["decode_range_s"] = step.range_s and [steps * each for each in step.range_s]
-            elif self.speculation is not None:  # else it is unknown how many passes there will be
-                values["decode_s"] = steps * job.config.batch_size / self.tokens_per_s
+            elif self.speculation is not None:  # how many passes there will be is unknown
+                values |= {"pass_s": self.speculation.pass_s, "draft_s": self.speculation.draft_s}
         return Predicted(**values)
 
     @property
@@ -291,12 +290,6 @@ class Plan:
             return None
         how = "copies" if copies else "reads from disk"
         return f"{job.config.engine} {how} all {number} experts of a layer in each step, a token uses {chosen}: {plan.why_whole_layers}"
-
-    def skipping(self, changes: Sequence[float]) -> Plan:
-        """Return the plan of a draft that skips the layers that change hidden states least (`changes` by layer), but never the first."""
-        order = sorted(range(1, len(changes)), key=lambda layer: changes[layer])
-        job = replace(self.job, skipped=frozenset(order[: len(self.job.skipped)]))
-        return Plan(job, engine_module(job.config.engine).plan(job))
 
     def check(self) -> None:
         """Raises UsageError: this machine lacks something besides memory that the engine needs."""

@@ -19,6 +19,7 @@ from zero_inference.config.options import (
     QUANT_BITS,
     QUANTIZING_ENGINES,
     SELF,
+    SPECULATION_OPTIONS,
     STORED,
 )
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
@@ -305,7 +306,8 @@ def choose(
     if not auto:
         return config, None, None
     measure_if_unknown(machine, say)
-    job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
+    alone = {name: DEFAULTS[name] for name in SPECULATION_OPTIONS} if "speculate" in auto else {}
+    job = build_job(replace(config, auto=(), goal=None, **alone), spec, ranks, machine=machine)
     offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
     by_plan = "engine" in auto
     found = find_candidates(
@@ -316,6 +318,8 @@ def choose(
         kv_offload=(False, True) if by_plan and not config.kv_offload else (config.kv_offload,),
         offload=None if by_plan else offload,
     )
+    if not found.candidates and auto == ("speculate",):
+        return _off(config, why_none(found), say), None, job.empty_model
     if not found.candidates:
         asked = ", ".join(f"{OPTIONS[name].flag} auto" for name in auto)
         raise UsageError(f"{asked}: {why_none(found)}")
@@ -323,8 +327,8 @@ def choose(
     if config.goal is None:
         by_goal.sort(key=lambda each: -precision(each.job))
     best, *others = by_goal
-    if "speculate" in auto:
-        best = _with_draft_if_faster(best, say)
+    if "speculate" in auto and config.goal != "memory":
+        best = _with_draft_if_faster(best, config, say)
     chosen = best.job.config
     check_launch(chosen, ranks, machine)
     check_model(chosen, spec)
@@ -341,20 +345,38 @@ def choose(
     return chosen, choice, job.empty_model
 
 
-def _with_draft_if_faster(plan: Plan, say: Callable[[str], None]) -> Plan:
-    """Return `plan` with `--speculate self` where that is predicted to decode faster by `MIN_SPECULATION_GAIN`, else as it is."""
-    try:
-        if plan.job.spec.experts[0]:
-            raise UsageError("each token of a pass chooses experts of its own")
-        other = plan_with(plan.job, speculate=SELF)
-    except UsageError as error:
-        say(f"--speculate auto: off: {error}")
-        return plan
-    if other.fits and other.speculation and other.tokens_per_s >= MIN_SPECULATION_GAIN * plan.tokens_per_s:
-        return other
-    rates = f"{significant(other.tokens_per_s)} token/s with self, {significant(plan.tokens_per_s)} without"
-    say(f"--speculate auto: off: {rates}")
+def _with_draft_if_faster(plan: Plan, config: RunConfig, say: Callable[[str], None]) -> Plan:
+    """Return `plan` with `--speculate self` and the draft options of `config` where that is predicted to decode faster by
+    `MIN_SPECULATION_GAIN`, else as it is."""
+    reason = None
+    if plan.job.spec.experts[0]:
+        reason = "a mixture of experts reads more experts in a pass of several tokens"
+    elif plan.keeps_all_weights and plan.job.on_gpu:
+        reason = "all weights stay on the device"
+    else:
+        options = {name: getattr(config, name) for name in SPECULATION_OPTIONS}
+        try:
+            other = plan_with(plan.job, **options | {"speculate": SELF})
+        except UsageError as error:
+            reason = str(error)
+        else:
+            if not other.fits:
+                reason = "the draft does not fit beside the model"
+            elif other.speculation is None:
+                reason = other.why_not_predicted or other.draft.why_not_predicted
+            elif other.tokens_per_s < MIN_SPECULATION_GAIN * plan.tokens_per_s:
+                rates = significant(other.tokens_per_s), significant(plan.tokens_per_s)
+                reason = f"{rates[0]} token/s are predicted with self, {rates[1]} without"
+            else:
+                return other
+    _off(config, reason, say)
     return plan
+
+
+def _off(config: RunConfig, reason: str | None, say: Callable[[str], None]) -> RunConfig:
+    """Return `config` without speculation, and say why."""
+    say(f"--speculate auto: off: {reason}")
+    return replace(config, auto=(), **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS})
 
 
 def headline(found: SearchResult, goal: str) -> str:

@@ -71,9 +71,11 @@ class TokenDifference(Part):
     token: int = key("", "generated token, counted from 1")
     margin: float = key(
         "",
-        "largest logit - the smaller one of the two tokens, in a pass of the text before; with the noise of sampling",
+        "largest logit - the smaller one of the two tokens', after the text before; with --temperature of logit / temperature + noise",
     )
-    spacing: float = key("", "difference of neighboring numbers of the dtype at the largest logit")
+    spacing: float = key(
+        "", "difference of neighboring numbers of the dtype at the largest logit; with --temperature divided by it"
+    )
 
 
 class BaselineUse(Part):
@@ -162,6 +164,8 @@ class Predicted(Part):
     decode_range_s: list[float] | None = optional("s", _RANGE.format("`decode_s`"))
     bound_by: str | None = key("", "what takes most of a decode step")
     weight_bytes: Number = key("byte", "weights as the engine stores them")
+    pass_s: float | None = optional("s", "a pass that verifies proposals", only_with="--speculate self")
+    draft_s: float | None = optional("s", "proposals of a pass", only_with="--speculate self")
     peak_gpu_bytes: Number | None = key("byte", "peak device memory; null without a GPU")
     peak_host_bytes: Number | None = key("byte", "peak host memory of a process; null if not measured before")
     host_to_device_bytes_per_step: Number = key("byte", "weights and KV cache copied to the devices in a decode step")

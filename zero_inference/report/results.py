@@ -218,20 +218,21 @@ def speculation_in_words(use: SpeculationUse | None) -> str | None:
 
 
 def baseline_in_words(use: SpeculationUse | None) -> str | None:
-    """Return the speed without speculation, and how little the tokens differ; None if it was not measured."""
+    """Return the speed without speculation, and by how little tokens differ; None if it was not measured."""
     baseline = None if use is None else use.baseline
-    if baseline is None or baseline.gain is None or baseline.decode_throughput is None:
+    if baseline is None:
         return None
-    words = (
-        f"without speculation {three_digits(baseline.decode_throughput)} token/s: the gain is {three_digits(baseline.gain)} times; "
-        f"{baseline.agreement:.1%} of the tokens come before a difference"
-    )
+    words = "without speculation"
+    if baseline.gain is not None and baseline.decode_throughput is not None:
+        words += (
+            f" {three_digits(baseline.decode_throughput)} token/s: this is {three_digits(baseline.gain)} times as fast"
+        )
     if not baseline.differences:
-        return words
+        return f"{words}; all tokens are the same"
     worst = max(baseline.differences, key=lambda each: each.margin / each.spacing)
     return (
-        f"{words}, at which both tokens are within {three_digits(worst.margin)} of the largest logit (the dtype's spacing there: "
-        f"{three_digits(worst.spacing)})"
+        f"{words}; {baseline.agreement:.1%} of the tokens precede the first difference of their sequence, at which both tokens are within "
+        f"{three_digits(worst.margin)} of the largest logit (spacing of the dtype there: {three_digits(worst.spacing)})"
     )
 
 

@@ -30,6 +30,7 @@ SPEED_OPTIONS = (
     "use_gds",
     "speculate",
     "draft_len",
+    "draft_memory",
     "draft_bits",
     "temperature",
     "top_p",

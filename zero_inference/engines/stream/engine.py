@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from zero_inference.engines.stream.prefetch import Prefetcher
 from zero_inference.engines.stream.vocabulary import HostEmbedding, QuantizedHead
 from zero_inference.kernels.formats import QuantizedWeight
 from zero_inference.kv_cache.attention_patch import patch_attention
-from zero_inference.kv_cache.device import DeviceKVCache
+from zero_inference.kv_cache.device import PreallocatedCache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import Keep, load_weights
 from zero_inference.records.schema import DecodeGraph
@@ -71,7 +70,6 @@ def load(
     weights = _WeightLoader(plan, store, shared)
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
         closing.callback(weights.close)
-        closing.enter_context(skip_layers(layers, job.skipped))
         keep = Keep(plan.kept, weights.adopt_stored)
         load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress, keep)
         # more than was planned where a checkpoint unties what config.json ties
@@ -103,6 +101,7 @@ def load(
         if cpu is not None and cpu.plan.attends:
             cpu_attention = cpu.attention()
             closing.enter_context(patch_attention(model))
+        closing.enter_context(skip_layers(layers, job.skipped))
         close = closing.pop_all().close  # nothing fails afterwards
 
     def steps_to_settle() -> int:  # rebalancing follows the verification of a graph
@@ -135,25 +134,36 @@ def load(
     )
 
 
+class SkippedLayer(nn.Module):
+    """Returns its input in the place of a decoder layer, with the layer's plain attributes.
+
+    Args:
+        first: the model's first layer, which is not skipped: where it returns a tuple, so does this one.
+    """
+
+    def __init__(self, index: int, layer: nn.Module, first: nn.Module):
+        super().__init__()
+        self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        self.index, self.returns_tuple = index, False
+        self.hook = first.register_forward_hook(self.note)
+
+    def note(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.returns_tuple = isinstance(output, tuple)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for cache in (each for each in (*args, *kwargs.values()) if isinstance(each, PreallocatedCache)):
+            cache.pass_over(self.index, hidden_states.shape[1])
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+
 def skip_layers(layers: nn.ModuleList, skipped: Collection[int]) -> Patches:
-    """Let the `skipped` ones return their input, as a tuple if the first layer, which is not among them, returns one. The lengths of the KV
-    cache grow alike in all layers. Undone at the end of the returned context."""
-    patches, returns_tuple = Patches(), False
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal returns_tuple
-        returns_tuple = isinstance(output, tuple)
-
-    def forward(index: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for cache in (each for each in (*args, *kwargs.values()) if isinstance(each, DeviceKVCache)):
-            if cache.layers[index].write_position is None:  # else `advance` counts the tokens
-                cache.layers[index].length += hidden_states.shape[1]
-        return (hidden_states,) if returns_tuple else hidden_states
-
-    if skipped:
-        patches.add_hooks(layers[0].register_forward_hook(note))
+    """Replace the `skipped` ones until the result is closed."""
+    patches, first = Patches(), layers[0]
     for index in skipped:
-        patches.set_attr(layers[index], "forward", partial(forward, index))
+        layer, skipping = layers[index], SkippedLayer(index, layers[index], first)
+        layers[index] = skipping
+        patches.add_hooks(skipping.hook)
+        patches.callback(layers.__setitem__, index, layer)
     return patches
 
 
