@@ -43,8 +43,8 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import Transfers
 
 LoadProgress = Callable[[int], None]  # gets the bytes of each loaded parameter
-# Of a logit while a token is sampled: float32 scores and their sort with int64 indices, and the noise, which has the rows of all ranks.
-SAMPLING_BYTES, NOISE_BYTES = 56, 8
+SAMPLING_BYTES = 56  # for each logit while a token is sampled: float32 scores and their sort with int64 indices
+NOISE_BYTES = 8  # the same for the noise, which has the rows of all ranks
 MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; smaller on other GPUs
 
 
