@@ -110,7 +110,7 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     if instructions == "amx" and count >= 3 and matrix.group % 32 == 0:
         restored = count >= restored_from(Codes(matrix.codes).bits) and dtype == torch.bfloat16
         return not restored or matrix.codes == Codes.E2M1  # MXFP4's values are exact in bfloat16
-    in_vectors = count <= (8 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
+    in_vectors = count <= (8 if instructions == "avx2" else 64 if instructions in ("avx512", "amx") else 0)
     return in_vectors and matrix.group in (16 if matrix.codes == Codes.E2M1 else 32, 32, 64, 128, 256)
 
 

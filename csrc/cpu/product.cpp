@@ -18,8 +18,10 @@ extern "C" uint32_t zero_inference_leave_out(uint32_t parts) {
 
 namespace {
 
-// Rows of x (M) up to which vectors are faster than tiles and, in groups of 32 to 256, fixed-point x than float32.
+// Rows of x (M) up to which vectors are faster than tiles.
 constexpr int64_t kRowsForVectors = 4;
+// The same for fixed-point x and float32, in groups of 16 or 32 to 256.
+constexpr int64_t kRowsForFixedVectors = 64;
 constexpr int64_t kRowsForNarrow = 8;  // AVX2
 constexpr int64_t kRowsForFixedVectorsBesideTiles = 2;
 constexpr int64_t kRowsForE4m3Vectors = 1;  // beside tiles
@@ -82,7 +84,7 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
     }
     if (fixed_in_tiles(matrix) && count > kRowsForFixedVectorsBesideTiles && !without(kFixedTiles)) return Form::fixed_tiles;
   }
-  if (count <= kRowsForVectors && fixed_in_vectors(matrix) && !without(kFixedVectors)) return Form::fixed;
+  if (count <= kRowsForFixedVectors && fixed_in_vectors(matrix) && !without(kFixedVectors)) return Form::fixed;
   if (count <= kRowsForVectors && e4m3_in_bfloat16(matrix) && !without(kE4m3Bfloat16)) return Form::bfloat16;
   return Form::float32;
 }

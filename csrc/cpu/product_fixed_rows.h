@@ -71,7 +71,7 @@ template <int kCount, ScaleForm kForm>
     } else {
       load_scales<kForm, true>(matrix, from_row, some, scales[r], minima);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < kCount; ++m) {
       total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);
     }

@@ -1,4 +1,4 @@
-// Products of codes with fixed-point x in vectors, up to 4 rows of x (AVX-512 VNNI).
+// Products of codes with fixed-point x in vectors, up to 8 rows of x at a time (AVX-512 VNNI).
 //
 // A chunk is 64 bytes of codes; one instruction adds products of four bytes to each of 16 sums. A row of the prepared input:
 // for each chunk h and l (int4: even columns before odd ones), then the steps for its sums, then the sums of x over groups.
@@ -91,7 +91,7 @@ template <int kCount, Codes kCodes, bool kWhole>
     }
     scale[r] = _mm512_permutexvar_ps(groups, scales[r]);
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < kCount; ++m, x += x_stride, steps += x_stride) {
     const Vector step = load(reinterpret_cast<const float*>(steps));
 #pragma GCC unroll 2
@@ -136,32 +136,45 @@ template <int kCount, Codes kCodes, ScaleForm kForm>
 [[gnu::noinline]] void multiply_rows(const Matrix& matrix, const Layout& layout, const TwoRows& rows, const char* input,
                                      float* out, int64_t stride, int64_t rows_left) {
   Vector total[2][kCount];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
   multiply_fixed<kCount, kCodes, kForm>(matrix, layout, rows, input, total);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < kCount; ++m) {
     out[m * stride] = sum(total[0][m]);
     if (rows_left > 1) out[m * stride + 1] = sum(total[1][m]);
   }
 }
 
-template <int kCount, Codes kCodes, ScaleForm kForm>
-void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
-                      int64_t stride) {
+// kRest: rows of x after the last four.
+template <int kRest, Codes kCodes, ScaleForm kForm>
+void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                      float* out, int64_t stride) {
+  const int64_t x_stride = input_stride(layout);
   for_two_rows<kCodes, kForm>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
-    multiply_rows<kCount, kCodes, kForm>(matrix, layout, rows, input, out + row - first, stride, last - row);
+    float* const to = out + row - first;
+    int64_t m = 0;
+    for (; m + 8 <= count; m += 8) {  // the two rows are in L1 after the first time
+      multiply_rows<8, kCodes, kForm>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, last - row);
+    }
+    for (; m + 4 <= count; m += 4) {
+      multiply_rows<4, kCodes, kForm>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, last - row);
+    }
+    if constexpr (kRest > 0) {
+      multiply_rows<kRest, kCodes, kForm>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, last - row);
+    }
   });
 }
 
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                              int64_t last, float* out, int64_t stride, char*) {
   with_integer_codes(matrix, [&](auto codes, auto form) {
-    const auto multiply = count == 1   ? product_of_fixed<1, codes.value, form.value>
-                          : count == 2 ? product_of_fixed<2, codes.value, form.value>
-                          : count == 3 ? product_of_fixed<3, codes.value, form.value>
-                                       : product_of_fixed<4, codes.value, form.value>;
-    multiply(matrix, layout, input, first, last, out, stride);
+    const int64_t rest = count % 4;
+    const auto multiply = rest == 0   ? product_of_fixed<0, codes.value, form.value>
+                          : rest == 1 ? product_of_fixed<1, codes.value, form.value>
+                          : rest == 2 ? product_of_fixed<2, codes.value, form.value>
+                                      : product_of_fixed<3, codes.value, form.value>;
+    multiply(matrix, layout, count, input, first, last, out, stride);
   });
 }
 
