@@ -32,7 +32,7 @@ import torch
 from pandas import DataFrame
 
 from zero_inference.config.option import AUTO
-from zero_inference.config.options import DEFAULTS, MAX_AUTO_DRAFT_LEN, SPECULATION_OPTIONS
+from zero_inference.config.options import MAX_AUTO_DRAFT_LEN, WITHOUT_SPECULATION
 from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.engines.base import LoadedModel
 from zero_inference.hardware.machine import Machine
@@ -112,7 +112,7 @@ def loaded(config: RunConfig, ranks: Ranks, machine: Machine) -> Iterator[Loaded
 
 
 def without_speculation(config: RunConfig) -> RunConfig:
-    return replace(config, **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS})
+    return replace(config, **WITHOUT_SPECULATION)
 
 
 def decode(

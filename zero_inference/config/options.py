@@ -24,7 +24,6 @@ NORM_KERNELS = (AUTO, "cuda", "off")
 CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
 NGRAM, SELF = "ngram", "self"  # drafts that are no models of their own
 MAX_AUTO_DRAFT_LEN = 16
-SPECULATION_OPTIONS = ("speculate", "draft_len", "draft_bits", "draft_memory", "compare_baseline")
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
 LONGEST_PROMPT = 0  # as prompt_len: the tokens of the longest --prompt
@@ -408,3 +407,6 @@ STREAM_OPTIONS = tuple(name for name, each in OPTIONS.items() if each.engines ==
 QUALITY_FIELDS = tuple(name for name, each in OPTIONS.items() if each.group == "quality")
 UNTIL_PLANNED = {name: each.until_planned for name, each in OPTIONS.items() if each.until_planned is not None}
 OF_DRY_RUNS = ("dry_run", *(name for name, each in OPTIONS.items() if each.needs == ("dry_run",)))
+WITHOUT_SPECULATION = {
+    name: DEFAULTS[name] for name in ("speculate", "draft_len", "draft_bits", "draft_memory", "compare_baseline")
+}

@@ -278,7 +278,7 @@ class PreallocatedCache(Cache):
         for layer in self.preallocated:
             layer.length += tokens_to_remove
 
-    def pass_over(self, layer: int, tokens: int) -> None:
+    def advance_layer(self, layer: int, tokens: int) -> None:
         """Add `tokens` positions to a layer that a draft skips: masks are made for the length of any layer."""
         self.layers[layer].length += tokens
 
@@ -344,9 +344,9 @@ class DeviceKVCache(PreallocatedCache):
             for layer in self.layers:
                 layer.write_position = None
 
-    def pass_over(self, layer: int, tokens: int) -> None:
+    def advance_layer(self, layer: int, tokens: int) -> None:
         if self.layers[layer].write_position is None:  # else `advance` counts the tokens
-            super().pass_over(layer, tokens)
+            super().advance_layer(layer, tokens)
 
     def advance(self, tokens: int) -> None:
         """Add to the length the tokens that were written within `writing_at`."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zero_inference.config.options import DEFAULTS, SELF, SPECULATION_OPTIONS
+from zero_inference.config.options import SELF, WITHOUT_SPECULATION
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
@@ -115,8 +115,8 @@ def _loaded_draft(draft: Plan, job: Job, loaded: LoadedModel, progress: Progress
     """Load the draft of the model `loaded` of `job`, with our kernels, and release it at the end of the block."""
     spec, skips = draft.job.spec, ""
     if draft.job.skipped:
-        changes = layer_changes(loaded, prompt_ids(job.config, job.spec)[0][: job.rank_batch])
-        draft = skip_least_changes(draft, changes)
+        first_prompt = prompt_ids(job.config, job.spec)[0][:1]  # alike on all ranks
+        draft = skip_least_changes(draft, layer_changes(loaded, first_prompt))
         skips = f", without layers {', '.join(map(str, sorted(draft.job.skipped)))}"
     asked = "off" if job.config.norm_kernels == "off" else "auto"
     unused_because = prepare_norm_kernels(asked, spec.config.model_type, job.ranks.device, progress.say)
@@ -210,8 +210,7 @@ def measure_baseline(plan: Plan, speculating: Measured, output_ids: torch.Tensor
     Raises UsageError or RunError: it cannot be loaded.
     """
     job, progress = plan.job, current_progress()
-    options = {name: DEFAULTS[name] for name in SPECULATION_OPTIONS}
-    baseline = plan_run(replace(job.config, **options), job.spec, job.ranks)
+    baseline = plan_run(replace(job.config, **WITHOUT_SPECULATION), job.spec, job.ranks)
     progress.say(f"the same without speculation: {baseline.describe()}")
     with loaded_model(baseline, progress, compared=False) as (loaded, _, compare):
         session = measure_run(baseline, loaded, ids, progress, compare)

@@ -163,18 +163,19 @@ class DraftLength:
             return self.untried[0]
         if self.ended:
             return 0
-        fewest = int(self.trials < MIN_TRIALS)
-        best = max(range(self.most, fewest - 1, -1), key=self.tokens_per_s)
+        tokens_per_s = self.tokens_per_s()
+        if self.trials < MIN_TRIALS:
+            tokens_per_s[0] = 0.0
+        best = self.most - int(np.argmax(tokens_per_s[::-1]))  # the most proposals of equally good numbers
         self.ended = best == 0
         return best
 
-    def tokens_per_s(self, count: int) -> float:
-        """Return the expected tokens a second of a sequence with `count` proposals for each pass."""
-        widths = sorted(self.pass_s)
-        pass_s = np.interp(count + 1, widths, [min(self.pass_s[each]) for each in widths])
-        draft_s = count * min(self.token_s, default=0.0)
+    def tokens_per_s(self) -> np.ndarray:
+        """Return the expected tokens a second of a sequence, [most + 1]: with 0, 1, ... proposals for each pass."""
+        widths, counts = sorted(self.pass_s), np.arange(self.most + 1)
+        pass_s = np.interp(counts + 1, widths, [min(self.pass_s[each]) for each in widths])
         acceptance = self.accepted / (self.accepted + self.rejected) if self.trials else 1.0
-        return float(expected_tokens(acceptance, count) / (pass_s + draft_s))
+        return np.array(expected_tokens(acceptance, self.most)) / (pass_s + counts * min(self.token_s, default=0.0))
 
     def observe(self, count: int, proposed: int, gained: int, width: int, draft_s: float, pass_s: float) -> None:
         """Note a pass of `width` tokens with `proposed` proposals of `count` that were asked for. It gave each sequence at least `gained`
@@ -192,8 +193,8 @@ class DraftLength:
 
 @torch.no_grad()
 def layer_changes(loaded: LoadedModel, ids: torch.Tensor) -> list[float]:
-    """Return by how much each decoder layer changes the hidden states of the texts `ids` int64 [B, T]: 1 - mean cosine similarity of its
-    input and output (block influence, ShortGPT, arXiv 2403.03853)."""
+    """Return by how much each decoder layer changes the hidden states of the texts `ids` int64 [B, T], in one pass: 1 - mean cosine
+    similarity of its input and output (block influence, ShortGPT, arXiv 2403.03853)."""
     changes: list[float] = []
 
     def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -205,10 +206,8 @@ def layer_changes(loaded: LoadedModel, ids: torch.Tensor) -> list[float]:
     with Patches() as hooks:
         for layer in decoder_layers(loaded.model)[1]:
             hooks.add_hooks(layer.register_forward_hook(note, with_kwargs=True))
-        for text in ids.to(loaded.device):
-            last_logits(loaded, text[None])
-    layers = len(decoder_layers(loaded.model)[1])
-    return [float(np.mean(changes[layer::layers])) for layer in range(layers)]
+        last_logits(loaded, ids.to(loaded.device))
+    return changes
 
 
 @dataclass

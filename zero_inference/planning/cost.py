@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from zero_inference.engines.base import CpuWork, EnginePlan, Job
@@ -167,21 +168,26 @@ def predict_speculation(
     to gain as many tokens in a pass as the one with the fewest accepted proposals."""
     acceptance = SELF_ACCEPTANCE - SKIPPED_ACCEPTANCE * skipped
     step_s, pass_s, most = draft.step.seconds, target.step.seconds, config.most_proposals
-    found = []
+    found, expected = [], expected_tokens(acceptance**rank_batch, most)
     for count in [most] if config.draft_len == most else range(1, most + 1):
-        tokens = expected_tokens(acceptance**rank_batch, count)
-        tokens_per_s = config.batch_size * tokens / (count * step_s + pass_s)
+        tokens_per_s = config.batch_size * expected[count] / (count * step_s + pass_s)
         found.append(
             SpeculationTimes(
-                acceptance, count, count * step_s, pass_s, tokens, tokens_per_s, draft.is_bound or target.is_bound
+                acceptance,
+                count,
+                count * step_s,
+                pass_s,
+                expected[count],
+                tokens_per_s,
+                draft.is_bound or target.is_bound,
             )
         )
     return max(found, key=lambda each: each.tokens_per_s)
 
 
-def expected_tokens(acceptance: float, count: int) -> float:
-    """Return the expected tokens of a pass that verifies `count` proposals, each accepted with this probability if those before it were."""
-    return sum(acceptance**accepted for accepted in range(count + 1))
+def expected_tokens(acceptance: float, most: int) -> list[float]:
+    """Return the expected tokens of a pass with 0 to `most` proposals, each accepted with this probability if those before it were."""
+    return list(accumulate(acceptance**accepted for accepted in range(most + 1)))
 
 
 def seconds_in_words(seconds: float, range_s: Sequence[float] | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_inference.config.option import AUTO
-from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, NGRAM, SELF, SPECULATION_OPTIONS
+from zero_inference.config.options import MIN_RING_DEPTH, NGRAM, SELF, WITHOUT_SPECULATION
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import Job, refuse_speculation
@@ -69,7 +69,7 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: Empt
 
 def without_draft(plan: Plan) -> Times | None:
     """Return the predicted times of the same run without speculation; None where they are unknown."""
-    return plan_with(plan.job, **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS}).times
+    return plan_with(plan.job, **WITHOUT_SPECULATION).times
 
 
 def plan_with(job: Job, **fields: Any) -> Plan:

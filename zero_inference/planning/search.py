@@ -19,8 +19,8 @@ from zero_inference.config.options import (
     QUANT_BITS,
     QUANTIZING_ENGINES,
     SELF,
-    SPECULATION_OPTIONS,
     STORED,
+    WITHOUT_SPECULATION,
 )
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
@@ -306,7 +306,7 @@ def choose(
     if not auto:
         return config, None, None
     measure_if_unknown(machine, say)
-    alone = {name: DEFAULTS[name] for name in SPECULATION_OPTIONS} if "speculate" in auto else {}
+    alone = WITHOUT_SPECULATION if "speculate" in auto else {}
     job = build_job(replace(config, auto=(), goal=None, **alone), spec, ranks, machine=machine)
     offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
     by_plan = "engine" in auto
@@ -319,7 +319,8 @@ def choose(
         offload=None if by_plan else offload,
     )
     if not found.candidates and auto == ("speculate",):
-        return _off(config, why_none(found), say), None, job.empty_model
+        say(f"--speculate auto: off: {why_none(found)}")
+        return job.config, None, job.empty_model
     if not found.candidates:
         asked = ", ".join(f"{OPTIONS[name].flag} auto" for name in auto)
         raise UsageError(f"{asked}: {why_none(found)}")
@@ -328,7 +329,11 @@ def choose(
         by_goal.sort(key=lambda each: -precision(each.job))
     best, *others = by_goal
     if "speculate" in auto and config.goal != "memory":
-        best = _with_draft_if_faster(best, config, say)
+        with_draft = _with_draft_if_faster(best, config)
+        if isinstance(with_draft, str):
+            say(f"--speculate auto: off: {with_draft}")
+        else:
+            best = with_draft
     chosen = best.job.config
     check_launch(chosen, ranks, machine)
     check_model(chosen, spec)
@@ -345,38 +350,26 @@ def choose(
     return chosen, choice, job.empty_model
 
 
-def _with_draft_if_faster(plan: Plan, config: RunConfig, say: Callable[[str], None]) -> Plan:
-    """Return `plan` with `--speculate self` and the draft options of `config` where that is predicted to decode faster by
-    `MIN_SPECULATION_GAIN`, else as it is."""
-    reason = None
+def _with_draft_if_faster(plan: Plan, config: RunConfig) -> Plan | str:
+    """Return `plan` with `--speculate self` and the draft options of `config`; or why it is not predicted to decode faster by
+    `MIN_SPECULATION_GAIN`."""
     if plan.job.spec.experts[0]:
-        reason = "a mixture of experts reads more experts in a pass of several tokens"
-    elif plan.keeps_all_weights and plan.job.on_gpu:
-        reason = "all weights stay on the device"
-    else:
-        options = {name: getattr(config, name) for name in SPECULATION_OPTIONS}
-        try:
-            other = plan_with(plan.job, **options | {"speculate": SELF})
-        except UsageError as error:
-            reason = str(error)
-        else:
-            if not other.fits:
-                reason = "the draft does not fit beside the model"
-            elif other.speculation is None:
-                reason = other.why_not_predicted or other.draft.why_not_predicted
-            elif other.tokens_per_s < MIN_SPECULATION_GAIN * plan.tokens_per_s:
-                rates = significant(other.tokens_per_s), significant(plan.tokens_per_s)
-                reason = f"{rates[0]} token/s are predicted with self, {rates[1]} without"
-            else:
-                return other
-    _off(config, reason, say)
-    return plan
-
-
-def _off(config: RunConfig, reason: str | None, say: Callable[[str], None]) -> RunConfig:
-    """Return `config` without speculation, and say why."""
-    say(f"--speculate auto: off: {reason}")
-    return replace(config, auto=(), **{name: DEFAULTS[name] for name in SPECULATION_OPTIONS})
+        return "a mixture of experts reads more experts in a pass of several tokens"
+    if plan.keeps_all_weights and plan.job.on_gpu:
+        return "all weights stay on the device"
+    options = {name: getattr(config, name) for name in WITHOUT_SPECULATION} | {"speculate": SELF}
+    try:
+        other = plan_with(plan.job, **options)
+    except UsageError as error:
+        return str(error)
+    if not other.fits:
+        return "the draft does not fit beside the model"
+    if other.speculation is None:
+        return other.why_not_predicted or other.draft.why_not_predicted
+    if other.tokens_per_s < MIN_SPECULATION_GAIN * plan.tokens_per_s:
+        rates = significant(other.tokens_per_s), significant(plan.tokens_per_s)
+        return f"{rates[0]} token/s are predicted with self, {rates[1]} without"
+    return other
 
 
 def headline(found: SearchResult, goal: str) -> str:

@@ -152,7 +152,7 @@ class SkippedLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         for cache in (each for each in (*args, *kwargs.values()) if isinstance(each, PreallocatedCache)):
-            cache.pass_over(self.index, hidden_states.shape[1])
+            cache.advance_layer(self.index, hidden_states.shape[1])
         return (hidden_states,) if self.returns_tuple else hidden_states
 
 
