@@ -313,8 +313,7 @@ def _plan_in_json(
     moved_per_step     bytes of a decode step, over all ranks, by the record's names
     gpus               where one process drives several: layers, peak bytes and bytes over the link in a decode step of each
     draft              of --speculate, if it is a model: bytes of its own weights and KV cache, layers that it shares and skips; for self
-                       `predicted`: seconds of a pass and of its proposals, and tokens of a pass with the assumed acceptance; and
-                       the token/s without a draft (`alone`)
+                       `predicted`: seconds of a pass and of its proposals, and tokens of a pass with the assumed acceptance
     changes_that_fit   options to add, each for itself, where it does not fit
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """

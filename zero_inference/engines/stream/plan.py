@@ -91,9 +91,8 @@ class StreamPlan(EnginePlan):
         return prefill_micro_batches(self.job, self.layer_devices) if self.placement.may_divide else 1
 
     def weight_bytes_on(self, device: int) -> int:
-        return self.placement.device_bytes_on(device) - (
-            _shared_bytes(self.job, self.placement)[0] if not device else 0
-        )
+        shared_bytes, _ = _shared_bytes(self.job, self.placement)  # of a draft, which has one device
+        return self.placement.device_bytes_on(device) - shared_bytes
 
     def fetched_bytes_on(self, device: int) -> int:
         placement, experts = self.placement, self.placement.cpu_experts
