@@ -18,8 +18,10 @@ from conftest import FAMILIES, VOCAB, build_model, plain_ids
 from transformers import AutoConfig
 
 from zero_inference.cli import main
+from zero_inference.config.option import AUTO
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import LoadedModel
+from zero_inference.engines.base import LoadedModel, most_positions
+from zero_inference.engines.stream.cuda_graph import StepGraph
 from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import resolve_machine
 from zero_inference.measure.sampling import Sampler
@@ -264,6 +266,51 @@ def test_ids_are_the_same_with_a_length_that_adapts_itself(draft, batch, engine,
     loaded.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"gpu_memory": 0, "cpu_compute": "off", "ring_depth": 2}),
+        ("llama", {"gpu_memory": 0, "cpu_compute": "0.5", "ring_depth": 3}),
+        ("opt", {"gpu_memory": 1}),
+        ("mixtral", {"gpu_memory": 0, "cpu_compute": "1"}),
+        ("mistral", {"gpu_memory": 0, "cpu_compute": "off"}),
+        ("gpt_oss", {"gpu_memory": 0, "cpu_compute": "1"}),  # its experts in float32 cannot be captured on a GPU
+    ],
+    ids=str,
+)
+def test_passes_are_replayed_with_the_ids_of_plain_transformers(family, options, folder_of, reference, monkeypatch):
+    """Passes of fewer tokens are padded, also at the end of the cache; one order of blocks has one set of slots."""
+    prompts, expected = reference(family)
+    texts, replayed, own = torch.cat([prompts, expected], 1).tolist(), [], StepGraph._replay
+
+    def replay(self, call):
+        replayed.append((self.tokens, call["input_ids"].shape[1]))
+        return own(self, call)
+
+    monkeypatch.setattr(StepGraph, "_replay", replay)
+    for batch, draft_len in ((1, 5), (3, AUTO), (BATCH, 3)):
+        config = config_for(folder_of(family), batch, draft_len, engine="stream", decode_graph="on", **options)
+        loaded = load(config)
+        speculation = Speculation(ScriptedDraft(texts[:batch], 0.3), config.most_proposals)
+        if draft_len == AUTO:
+            speculation.length = DraftLength(config.most_proposals)
+        replayed.clear()
+        for _ in range(3):
+            cache = loaded.cache_factory(config)()
+            ids = generate_speculatively(
+                loaded, prompts[:batch], GEN, cache, speculation, detect_ranks(), lambda _: False
+            )
+            assert torch.equal(ids.cpu(), expected[:batch])
+        most = most_positions(config.most_proposals, batch)
+        of_one, of_several = range(1, 2), range(2 if draft_len == AUTO else 1, most + 1)
+        counts = {tokens: [new for of, new in replayed if of == tokens] for tokens in (of_one, of_several)}
+        assert len(set(counts[of_several])) > 2 and bool(counts[of_one]) == (draft_len == AUTO)
+        graphs = {name: graph for name, graph in loaded.facts["stream"].items() if name.endswith("_graph")}
+        assert set(graphs) == {"pass_graph"} | ({"decode_graph"} if draft_len == AUTO else set())
+        assert all(graph.unused_because is None and graph.difference < 1e-5 for graph in graphs.values())
+        loaded.close()
+
+
 def simulated(length: DraftLength, acceptance: float, draft_s: float, passes: int = 60, **times) -> list[int]:
     """Return the lengths that are chosen where a pass takes `first_s`, and `more_s` for each further token."""
     chosen, generator = [], random.Random(0)
@@ -292,7 +339,7 @@ def simulated(length: DraftLength, acceptance: float, draft_s: float, passes: in
 def test_the_draft_length_is_the_fastest(acceptance, draft_s, more_s, expected):
     length = DraftLength(16)
     chosen = simulated(length, acceptance, draft_s, first_s=0.18, more_s=more_s)
-    assert chosen[:6] == [16, 16, 4, 4, 0, 0]
+    assert chosen[:9] == [16] * 3 + [4] * 3 + [0] * 3
     assert expected[0] <= statistics.median(chosen[30:]) <= expected[1]
     assert length.ended == (expected == (0, 0)) and (not length.ended or set(chosen[30:]) == {0})
 
@@ -519,7 +566,6 @@ def refusal(options: list[str], tmp_path: Path, capfd) -> str:
     ("options", "words"),
     [
         (["mixtral-8x7b"], "add --dummy-routing greedy"),
-        (["opt-125m", "--engine", "stream", "--decode-graph", "on"], "several tokens in a pass"),
         (["opt-125m", "--draft-bits", "8"], "--draft-bits belongs to --speculate self or a model"),
     ],
 )

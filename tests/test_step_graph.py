@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import zero_inference
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import base
-from zero_inference.engines.stream import cpu, cuda_graph, engine, plan
+from zero_inference.engines.stream import cpu, cuda_graph, plan
 from zero_inference.engines.stream.cuda_graph import StepInputs, is_decode_step
 from zero_inference.engines.stream.rebalance import LAST_PASS, MAX_MEASUREMENTS
 from zero_inference.errors import RunError, UsageError
@@ -33,6 +33,7 @@ from zero_inference.utils.format import three_digits
 
 ALL = 1.0  # GiB on the device: more than these models have
 LONG = 2 * GEN
+STEP = range(1, 2)  # tokens of a plain step
 
 
 def load_captured(folder, **options):
@@ -44,7 +45,7 @@ def run_long(folder, **options):
     loaded, spec, ranks = load(folder, gen_len=LONG, **options)
     found = generate(loaded, spec, ranks, LONG)
     loaded.close()
-    return loaded, found, loaded.facts["stream"]["decode_graph"]
+    return loaded, found, loaded.facts["stream"].get("decode_graph")
 
 
 def used_with_right_ids(folder, **options) -> DecodeGraph:
@@ -90,8 +91,8 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
         expected = run_long(folder, gpu_memory=ALL, decode_graph="off", **quantized)[1].output_ids
     assert torch.equal(found.output_ids, expected)
     assert used.unused_because is None and used.difference < 1e-5
-    # two generations of one prefill and LONG - 1 steps; of the first three are as usual, and the trial repeats its step
-    assert steps == {"captured": 1, "replayed": 2 * (LONG - 1) - cuda_graph.EAGER_STEPS - 2 + cuda_graph.REPLAYS}
+    # two generations of one prefill and LONG - 1 steps, of which the first is captured and the second verified
+    assert steps == {"captured": 1, "replayed": 2 * (LONG - 1) - 2 + cuda_graph.REPLAYS}
     assert "forward" not in vars(loaded.model)
 
 
@@ -122,7 +123,7 @@ def sliding(tmp_path_factory):
     [
         (PROMPT - 4, {"gpu_memory": ALL}),
         # the length passes it after the graph was verified
-        (PROMPT + cuda_graph.EAGER_STEPS + 5, {"gpu_memory": 0, "cpu_compute": "1"}),
+        (PROMPT + 7, {"gpu_memory": 0, "cpu_compute": "1"}),
     ],
 )
 @pytest.mark.parametrize("family", SLIDING)
@@ -200,6 +201,22 @@ def test_windows_of_layers():
     assert windows_of_layers(chunks, 9) is None and sees_all_positions(chunks, 8)
 
 
+@pytest.mark.parametrize("cached", [1, 4, 7])
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_masks_of_several_tokens(cached, window):
+    length, tokens = 8, 3  # of the cache, whose end some tokens pass
+    masks = StepMasks.like(torch.zeros(2, tokens), length, torch.float32, {"full_attention": window})
+    given = torch.ones(2, min(length, cached + tokens))
+    given[0, :2] = 0
+    for mask, hidden in ((given, 2), (None, 0)):
+        masks.fill(cached, mask)
+        for row, first in enumerate((hidden, 0)):
+            for token, seen in enumerate(masks.argument[row, 0] == 0):
+                own = cached + token
+                start = max(first, own - window + 1 if window else 0)
+                assert seen.tolist() == [start <= position <= own for position in range(length)]
+
+
 @pytest.mark.parametrize("heads, key_heads", [(4, 2), (6, 3), (8, 2)])
 @pytest.mark.parametrize("kind", ["added", "boolean", "of one sequence", "of each head", "none"])
 @pytest.mark.parametrize("queries", [1, 3])
@@ -272,31 +289,20 @@ def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpo
     assert one.host_to_device_bytes_per_step == pytest.approx(other.host_to_device_bytes_per_step, rel=0.1)
 
 
-def test_a_step_after_a_prefill_is_not_captured(checkpoints, steps):
-    """It would be captured with blocks used as in the prefill: fetched, and not the CPU's."""
-    folder, gen_len = checkpoints("llama"), cuda_graph.EAGER_STEPS + 1
-    loaded, spec, ranks = load(folder, gpu_memory=0, cpu_compute="1", decode_graph="on", gen_len=gen_len)
-    found = generate(loaded, spec, ranks, gen_len, loops=3)
-    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
-    assert steps == {"captured": 0, "replayed": 0}
-    assert loaded.facts["stream"]["decode_graph"].unused_because == engine.TOO_SHORT
-    loaded.close()
-
-
 @pytest.mark.parametrize("share", ["0.5", "1"])
 def test_a_trial_right_behind_a_prefill(share, checkpoints, steps):
-    """The last step of a generation is captured, and verified in the next one, where the pass before was a prefill."""
-    folder, gen_len = checkpoints("llama"), cuda_graph.EAGER_STEPS + 2
+    """The only step of a generation is captured, and verified in the next one, each behind a prefill."""
+    folder, gen_len = checkpoints("llama"), 2
     placed = {"gpu_memory": 0, "cpu_compute": share, "ring_depth": 3, "decode_graph": "on", "gen_len": gen_len}
     loaded, spec, ranks = load(folder, **placed)
     found = generate(loaded, spec, ranks, gen_len, loops=4)
     used = loaded.facts["stream"]["decode_graph"]
     loaded.close()
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
-    assert used.unused_because is None and steps["captured"] == 1 and steps["replayed"] > 2
+    assert used.unused_because is None and steps["captured"] == 1 and steps["replayed"] == 2 + cuda_graph.REPLAYS
 
 
-@pytest.mark.parametrize(("gen_len", "warmup"), [(12, 1), (12, 0), (9, 1), (LAST_PASS + 1, 1), (4, 1), (LAST_PASS, 1)])
+@pytest.mark.parametrize(("gen_len", "warmup"), [(12, 1), (12, 0), (9, 1), (LAST_PASS + 1, 1), (2, 1), (LAST_PASS, 1)])
 def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkeypatch):
     """After a warm-up that is too short for it, the engine settles: graph, correction, graph, correction and graph."""
     monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
@@ -316,12 +322,12 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
     assert len(found.warmup_s) == warmup and all(len(loop.step_s) == gen_len - 1 for loop in found.loops)
     if not warmup:
-        assert tried == [1, 2] and not found.settling_s, "without a warm-up it settles while it is timed"
+        assert tried == [1, 1, 2] and not found.settling_s, "without a warm-up it settles while it is timed"
     elif gen_len > LAST_PASS:
-        assert tried == [0] * (1 + MAX_MEASUREMENTS) and len(found.settling_s) == (2 if gen_len == 12 else 4)
+        assert tried == [0] * (1 + MAX_MEASUREMENTS) and len(found.settling_s) == {12: 1, 9: 2}.get(gen_len, 4)
         assert left == 0 and timed[0] is timed[-1]
     else:  # too short for a correction, so that none comes later
-        assert tried == [0] and len(found.settling_s) == (gen_len == 4) and left == LAST_PASS and timed[0] is timed[-1]
+        assert tried == [0] and len(found.settling_s) == (gen_len == 2) and left == LAST_PASS and timed[0] is timed[-1]
 
 
 def test_more_sequences_than_the_cpu_expects(checkpoints, steps):
@@ -371,13 +377,13 @@ def test_which_calls_are_decode_steps(checkpoints):
     ids = random_ids(0, BATCH, PROMPT + 1, VOCAB).to(loaded.device)
     last, place = ids[:, -1:], torch.tensor([PROMPT], device=loaded.device)
     call = {"input_ids": last, "past_key_values": cache, "position_ids": place.expand(BATCH, 1), "use_cache": True}
-    assert not is_decode_step(call)  # nothing is cached yet
+    assert not is_decode_step(call, STEP)  # nothing is cached yet
     with torch.no_grad():
         loaded.model(input_ids=ids[:, :-1], past_key_values=cache)
-    assert is_decode_step(call)
+    assert is_decode_step(call, STEP)
     mask = torch.ones(BATCH, PROMPT + 1, device=loaded.device)
     whole = call | {"cache_position": place, "attention_mask": mask, "logits_to_keep": 1, "labels": None}
-    assert is_decode_step(whole)
+    assert is_decode_step(whole, STEP)
     for other in (
         {"position_ids": None},
         {"input_ids": ids, "position_ids": ids},
@@ -388,7 +394,12 @@ def test_which_calls_are_decode_steps(checkpoints):
         {"attention_mask": mask[:, 1:]},
         {"past_key_values": DynamicCache()},
     ):
-        assert not is_decode_step(call | other), other
+        assert not is_decode_step(call | other, STEP), other
+    several = call | {"input_ids": ids[:, -2:], "position_ids": torch.arange(2, device=loaded.device).expand(BATCH, 2)}
+    for tokens, which in ((range(1, 3), True), (range(2, 3), True), (STEP, False), (range(1, 4), False)):
+        assert is_decode_step(several, tokens) == which, "keys of added tokens need a position after those of its own"
+    assert is_decode_step(call, range(1, 4)) and not is_decode_step(call, range(2, 4))
+    assert not is_decode_step(call | {"logits_to_keep": 1}, range(1, 4))
     loaded.close()
 
 

@@ -183,7 +183,7 @@ def _trial_steps(
             products.inputs.clear()
             arguments: dict[str, Any] = dict(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, **last)
             if masked and start:
-                masks = StepMasks.like(ids, TRIAL_LENGTH, torch.float32, windows)
+                masks = StepMasks.like(ids[:, start:end], TRIAL_LENGTH, torch.float32, windows)
                 masks.fill(start, mask[:, :end])
                 arguments |= dict(attention_mask=masks.argument, position_ids=torch.full((2, 1), start))
                 with cache.writing_at({ids.device: torch.tensor([start])}):

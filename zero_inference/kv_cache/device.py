@@ -103,11 +103,11 @@ def sees_all_positions(config: Any, length: int) -> bool:
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Masks of a decode step, added to attention scores, in tensors at fixed addresses.
+    """Masks of a decode step of one or several tokens, added to attention scores, in tensors at fixed addresses.
 
     Attributes:
         windows: kind of layer -> window in positions, 0: all.
-        by_window: [B, 1, 1, positions of the cache] each, in the model's dtype.
+        by_window: [B, 1, tokens, positions of the cache] each, in the model's dtype.
     """
 
     windows: Mapping[str, int]
@@ -115,7 +115,7 @@ class StepMasks:
 
     @classmethod
     def like(cls, ids: Tensor, length: int, dtype: torch.dtype, windows: Mapping[str, int]) -> StepMasks:
-        shape = ids.shape[0], 1, 1, length
+        shape = ids.shape[0], 1, ids.shape[1], length
         masks = {each: torch.empty(shape, dtype=dtype, device=ids.device) for each in set(windows.values())}
         return cls(windows, masks)
 
@@ -127,16 +127,16 @@ class StepMasks:
         return {kind: self.by_window[window] for kind, window in self.windows.items()}
 
     def fill(self, cached: int, given: Tensor | None) -> None:
-        """Let the token after `cached` positions see those of `given` [B, cached + 1] (None: all) that are in its windows."""
-        visible = None if given is None else given.bool()
+        """Let each token after `cached` positions see itself and the positions before it that are in its window, unless `given`
+        [B, positions] (None: all) excludes them."""
         for window, mask in self.by_window.items():
-            mask.fill_(torch.finfo(mask.dtype).min)
-            first = max(0, cached + 1 - window) if window else 0
-            seen = mask[:, 0, 0, first : cached + 1]
-            if visible is None:
-                seen.zero_()
-            else:
-                seen.masked_fill_(visible[:, first:], 0)
+            visible = mask.new_ones(mask.shape[2:], dtype=torch.bool).tril(cached)
+            if window:
+                visible = visible.triu(cached + 1 - window)
+            mask.fill_(torch.finfo(mask.dtype).min).masked_fill_(visible, 0)
+            if given is not None:
+                hidden = ~given.bool()[:, None, None]
+                mask[..., : given.shape[1]].masked_fill_(hidden, torch.finfo(mask.dtype).min)
 
 
 def has_keys(layer: Any) -> bool:
@@ -334,18 +334,18 @@ class DeviceKVCache(PreallocatedCache):
 
     @contextlib.contextmanager
     def writing_at(self, positions: Mapping[torch.device, Tensor]) -> Iterator[None]:
-        """Within it `update` writes the next token to `positions`, int64 [1] on each device and read in stream order, and returns all
-        positions, so that attention needs a mask. `advance` counts the token."""
+        """Within it `update` writes new tokens to `positions`, int64 [tokens] on each device and read in stream order, and returns all
+        positions, so that attention needs a mask. `advance` counts the tokens."""
         for layer in self.layers:
-            layer.write_position = positions.get(getattr(layer, "device", None))
+            layer.write_positions = positions.get(getattr(layer, "device", None))
         try:
             yield
         finally:
             for layer in self.layers:
-                layer.write_position = None
+                layer.write_positions = None
 
     def advance_layer(self, layer: int, tokens: int) -> None:
-        if self.layers[layer].write_position is None:  # else `advance` counts the tokens
+        if self.layers[layer].write_positions is None:  # else `advance` counts the tokens
             super().advance_layer(layer, tokens)
 
     def advance(self, tokens: int) -> None:
@@ -353,9 +353,9 @@ class DeviceKVCache(PreallocatedCache):
         for layer in self.layers:
             layer.length += tokens
 
-    def at(self, position: int) -> list[Tensor]:
-        """Return copies of the keys and values at one position, [batch, heads, head_dim] each."""
-        return [stored[:, :, position].clone() for layer in self.layers for stored in layer.stored or ()]
+    def at(self, positions: slice) -> list[Tensor]:
+        """Return copies of keys and values, [batch, heads, positions, head_dim] each."""
+        return [stored[:, :, positions].clone() for layer in self.layers for stored in layer.stored or ()]
 
 
 class _DeviceLayer(PreallocatedLayer):
@@ -365,7 +365,7 @@ class _DeviceLayer(PreallocatedLayer):
         super().__init__(max_length)
         self.rows, self.planned_length, self.micro_batch = rows, max_length, micro_batch
         self.memory: list[Tensor] = []  # that `stored` views, flat; empty before the first tokens
-        self.write_position: Tensor | None = None  # of the next token while a graph is captured
+        self.write_positions: Tensor | None = None  # of the new tokens while a graph is captured
 
     def allocate(self, *states: Tensor) -> None:
         batch = states[0].shape[0] if self.micro_batch.rows is None else self.micro_batch.batch
@@ -383,11 +383,11 @@ class _DeviceLayer(PreallocatedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store the new keys and values, and return all; all allocated positions within `DeviceKVCache.writing_at`."""
-        if self.write_position is None:
+        if self.write_positions is None:
             found = super().update(key_states, value_states, *args, **kwargs)
             if self.micro_batch.rows is not None and not self.micro_batch.is_last:
                 self.length -= key_states.shape[2]  # the next rows begin at the same position
             return found
         for stored, new in zip(self.stored, (key_states, value_states)):
-            stored.index_copy_(2, self.write_position, new)
+            stored.index_copy_(2, self.write_positions, new)
         return self.stored

@@ -40,6 +40,7 @@ LONGEST_NGRAM = 8
 # For `DraftLength`
 LATEST = 5  # times, of which the shortest counts
 REMEMBERED = 0.9  # weight of the acceptance before a pass
+TRIES = 3  # of each length: the engine may capture and verify a graph in the first two
 MIN_TRIALS = 8  # passes with proposals before they may end
 
 
@@ -147,13 +148,13 @@ def vocab_size_of(loaded: LoadedModel) -> int:
 class DraftLength:
     """Chooses the number of proposals for a pass with the most expected tokens a second, from the times and acceptance of earlier ones.
 
-    First it tries `most`, a quarter of that and none, twice each: a pass takes longer the more tokens it verifies. Where a pass without
-    proposals is expected to be the best, after `MIN_TRIALS` passes with some, there are none from then on.
+    First it tries `most`, a quarter of that and none: a pass takes longer the more tokens it verifies. Where a pass without proposals is
+    expected to be the best, after `MIN_TRIALS` passes with some, there are none from then on.
     """
 
     def __init__(self, most: int):
         self.most, self.ended, self.trials = most, False, 0
-        self.untried = [most, most, most // 4, most // 4, 0, 0]
+        self.untried = [count for count in (most, most // 4, 0) for _ in range(TRIES)]
         self.pass_s: dict[int, deque[float]] = {}  # by tokens of a pass: its latest times
         self.token_s: deque[float] = deque(maxlen=LATEST)  # of the draft, for a proposal
         self.accepted = self.rejected = 0.0  # passes count the less the longer ago they were

@@ -27,6 +27,7 @@ _STREAM = "--engine stream"
 _CPU = "--engine stream with --cpu-compute auto or above 0"
 _EXPERTS = "--engine stream where the CPU multiplies experts and device memory keeps some of these"
 _GRAPH = "--engine stream with --decode-graph auto or on"
+_PASS_GRAPH = "--speculate and such a --decode-graph"
 _SEVERAL = "--engine stream and several GPUs"
 _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes, or stored"
 _AUTO = "--engine, --quant-bits or --batch-size auto"
@@ -282,7 +283,8 @@ class CpuBackendUse(Part):
 
 
 class DecodeGraph(Part):
-    """Use of CUDA graphs for decode steps, and a comparison of one step with and without; null if none was compared."""
+    """Use of CUDA graphs for decode steps of one or several tokens, and a comparison of one step with and without; null if none was
+    compared."""
 
     unused_because: str | None = key("", "why graphs are not used; null if they are")
     difference: float | None = optional("share", "largest relative difference to a launched step in logits, KV cache")
@@ -313,7 +315,8 @@ class StreamPlacement(Part):
     cores: CpuBackendUse | None = optional("", "the CPU backend; null if it does not multiply", only_with=_CPU)
     no_attention_because: str | None = optional("", "why the CPU does not attend over the KV cache in host memory")
     head_bits: int | None = optional("bit", "of the output head's codes; null where it is not quantized")
-    decode_graph: DecodeGraph | None = optional("", "decode steps as CUDA graphs", only_with=_GRAPH)
+    decode_graph: DecodeGraph | None = optional("", "decode steps of one token as CUDA graphs", only_with=_GRAPH)
+    pass_graph: DecodeGraph | None = optional("", "passes that verify proposals as CUDA graphs", only_with=_PASS_GRAPH)
 
 
 class EngineFacts(Part):

@@ -124,6 +124,7 @@ def print_results(request: Request, result: Result) -> None:
         speculation_in_words(measured.speculation),
         baseline_in_words(measured.speculation),
         graph_in_words(stream.decode_graph, on_gpu) if stream else None,
+        graph_in_words(stream.pass_graph, on_gpu, "pass") if stream else None,
         steadiness.describe_slow_step(measured.spread),
     ]
     scores = {task: scores for task, scores in result.quality.by_task or () if scores is not None}
@@ -236,17 +237,18 @@ def baseline_in_words(use: SpeculationUse | None) -> str | None:
     )
 
 
-def graph_in_words(graph: DecodeGraph | None, on_gpu: bool) -> str | None:
+def graph_in_words(graph: DecodeGraph | None, on_gpu: bool, step: str = "decode step") -> str | None:
     """Return the times of a step with and without a CUDA graph, or why there is no graph; None if none was tried."""
     if graph is None or not graph.tried:
         return None
     if graph.unused_because is not None:
-        return f"decode steps are launched kernel by kernel: {graph.unused_because}"
+        plural = "passes" if step == "pass" else f"{step}s"
+        return f"{plural} are launched kernel by kernel: {graph.unused_because}"
     graph_ms, launched_ms = (three_digits(1e3 * (seconds or 0)) for seconds in (graph.graph_s, graph.launched_s))
     if not on_gpu:
-        return f"no CUDA graph without a GPU: a step in its graph form took {graph_ms} ms, as usual {launched_ms} ms"
+        return f"no CUDA graph without a GPU: a {step} in its graph form took {graph_ms} ms, as usual {launched_ms} ms"
     graphs = "one CUDA graph" if graph.graphs == 1 else f"{graph.graphs} CUDA graphs"
-    return f"a decode step took {graph_ms} ms as {graphs}, {launched_ms} ms launched kernel by kernel"
+    return f"a {step} took {graph_ms} ms as {graphs}, {launched_ms} ms launched kernel by kernel"
 
 
 def idle_in_words(use: LinkUse | TracedLinkUse | None, cpu_computes: bool = False) -> str | None:

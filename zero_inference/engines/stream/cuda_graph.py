@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from zero_inference.config.option import AUTO
 from zero_inference.cpu.hand_off import CapturedCalls
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.prefetch import BetweenGraphs, Prefetcher
@@ -36,10 +37,11 @@ from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches
 
-# Eager steps in a row right before a capture: libraries take their memory, and blocks are placed and used as in the step to come
-EAGER_STEPS = 2
 # Few steps of each kind are timed, which is noisy, and other work of the host slows down later steps of Python, but not those of a graph
 MAX_SLOWDOWN = 1.1
+# A graph of several tokens computes steps of fewer as well, in the same time. If it takes at most this share of an eager step of several
+# tokens, that one waits for Python, which takes as long to launch a step of fewer tokens.
+MAX_PADDED_SHARE = 0.8
 REPLAYS = 3  # the first one takes longer
 # Layers up to which `MAX_DIFFERENCE` holds for a whole step; roundings of more add up: Llama-3.1-70B, with random weights, differs by 0.084
 # to 0.100 in bfloat16 (h100-readme, h200-x2-one-process), and was refused at 0.1.
@@ -50,14 +52,12 @@ ROUNDED_LAYERS = 40
 MIXTURE_FACTOR = 2
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
-SPECULATES = "--speculate verifies several tokens in a pass"
 NOT_REPLACED = "its attention is its own, and not one with sinks"
 OTHER_MASKS = "its layers attend neither to all positions nor to a window that a mask can give"
 TRIAL_DIFFERS = "in a trial, steps with given masks gave other results than its own"
 REMEDIES = {  # by reason; "use --decode-graph off" for the others
     KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
     TRACED: "drop one of the two",
-    SPECULATES: "drop one of the two",
 }
 # Arguments of a decode step that the graph reads from tensors, and values that other arguments must have
 IN_TENSORS = {"input_ids", "position_ids", "cache_position", "attention_mask", "past_key_values"}
@@ -79,7 +79,6 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
     reasons = {
         KEYS_IN_HOST: config.kv_offload,
         TRACED: config.trace is not None,
-        SPECULATES: config.speculate is not None,
         NOT_REPLACED: attention not in ("sdpa", "eager"),
         OTHER_MASKS: job.window_only_in_cache or windows_of_layers(job.spec.config, job.length) is None,
         "it dequantizes experts in groups, whose sizes the host reads": in_groups,
@@ -96,13 +95,16 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
 class StepGraph:
     """Replaces `model.forward`: captures a decode step, verifies it, and replays it for calls like the captured one.
 
-    In a generation with one cache: `EAGER_STEPS` eager steps, a capture before the next one, one step both ways (`_verify`), then replays.
-    After rebalancing all of that happens again. `report` gets the outcome once it is known.
+    In a generation with one cache: an eager step, its capture, one step both ways (`_verify`), then replays. After rebalancing all of
+    that happens again. `report` gets the outcome once it is known.
+
+    Args:
+        tokens: of each sequence, in the calls that are replayed. The captured step has the most of them; calls with fewer are padded.
     """
 
-    def __init__(self, job: Job, prefetcher: Prefetcher, report: Callable[[DecodeGraph], None]):
+    def __init__(self, job: Job, prefetcher: Prefetcher, tokens: range, report: Callable[[DecodeGraph], None]):
         self.dtype, self.always = job.spec.dtype, job.config.decode_graph == "on"  # even if it is slower
-        self.config, self.length = job.spec.config, job.length
+        self.config, self.length, self.tokens = job.spec.config, job.length, tokens
         self.windows = windows_of_layers(self.config, self.length)
         assert self.windows is not None, "why_no_graph checks it"
         layers = max(ROUNDED_LAYERS, prefetcher.placement.layers)
@@ -115,8 +117,8 @@ class StepGraph:
         self.model = model = job.empty_model.model
         self.original_forward = model.forward
         self.cache: DeviceKVCache | None = None  # of the captured step
-        self.eager_steps = 0
-        self.placement = prefetcher.placement  # in the eager steps that are counted
+        self.batch = 0  # its sequences
+        self.placement = prefetcher.placement  # in that step
         self.given_up = False
         self.inputs: StepInputs | None = None
         self.captured: CapturedStep | None = None
@@ -141,36 +143,83 @@ class StepGraph:
             self._give_up("modules were wrapped, replaced or hooked")
 
     def steps_to_settle(self) -> int:
-        """Return the decode steps after a prefill until the graph is verified; 0 if it is, will not be, or before the first step."""
-        if self.given_up or self.cache is None or (self.verified and self.placement is self.prefetcher.placement):
+        """Return the decode steps until the graph is verified; 0 if it is, will not be, or before the first step."""
+        if self.given_up or self.cache is None:
             return 0
-        return 1 if self.captured is not None else EAGER_STEPS + 2  # and one to capture, one to verify
+        if self.placement is not self.prefetcher.placement:
+            return 2
+        return int(not self.verified)
 
     def _forward(self, *args: Any, **call: Any) -> Any:
         config = self.model.config
         recorded = getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False)
-        if self.given_up or args or recorded or not is_decode_step(call):
-            self.eager_steps = 0
+        if self.given_up or args or recorded or not is_decode_step(call, self.tokens):
             return self.original_forward(*args, **call)
-        same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
-        if call["past_key_values"] is not self.cache or not same_batch:
+        batch, cache = len(call["input_ids"]), call["past_key_values"]
+        if cache is not self.cache or batch != self.batch:
             self._release()
-            self.cache, self.eager_steps, self.verified = call["past_key_values"], 0, False
+            self.cache, self.batch = cache, batch
         if self.verified:
-            self.prefetcher.begin_pass(call["input_ids"].numel())
-            if self.placement is self.prefetcher.placement:
-                return self._replay(call)
-            self.prefetcher.has_begun = True
-            self.report(DecodeGraph(unused_because="blocks were rebalanced after the last step of a graph", tried=True))
-        if self.placement is not self.prefetcher.placement:  # re-capture: another block is streamed, or one less
+            self._begin_pass()
+        if self.placement is not self.prefetcher.placement:  # another block is streamed, or one less
             self._release()
-            self.placement, self.eager_steps, self.verified = self.prefetcher.placement, 0, False
+        if self.verified:
+            return self._replay(call)
         if self.captured is not None:
             return self._verify(call)
-        self.eager_steps += 1
-        if self.eager_steps > EAGER_STEPS:
-            self._capture(call)  # by now blocks that turned out not to suit the CPU are streamed
+        self.original_forward(**call)
+        cache.advance(-call["input_ids"].shape[1])
+        self._capture(call)
         return self.original_forward(**call)
+
+    def _verify(self, call: dict[str, Any]) -> Any:
+        """Compute a step in three ways: by the graph, a few times; eagerly with its masks, to compare results; and eagerly as usual.
+        The fastest of each kind counts. Return the output of the last one."""
+        cache, start = call["past_key_values"], call["past_key_values"].get_seq_length()
+        written = slice(start, start + call["input_ids"].shape[1])
+        streams = [device.streams for device in self.prefetcher.timeline.devices]
+
+        def replay() -> Any:
+            self._begin_pass()
+            return self._replay(call)
+
+        def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+            cache.advance(start - cache.get_seq_length())
+            self.prefetcher.rebalancer.passes = 0  # later steps take other times
+            return _timed(work, streams)
+
+        try:
+            graph_s = math.inf
+            for _ in range(REPLAYS):
+                replay_s, output = timed(replay)
+                graph_s = min(graph_s, replay_s)
+            of_graph = [output.logits.clone(), *cache.at(written)]
+            cache.advance(start - cache.get_seq_length())
+            with_mask = call | {"attention_mask": visible_positions(call, self.dtype, self.windows)}
+            masked_s, output = timed(lambda: self.original_forward(**with_mask))
+            eager = [output.logits, *cache.at(written)]
+            differences = [_difference(one, other).to(call["input_ids"].device) for one, other in zip(of_graph, eager)]
+        except (torch.OutOfMemoryError, RunError) as error:
+            cache.advance(start - cache.get_seq_length())
+            self._give_up(f"it could not be verified ({first_line(error)})")
+            return self.original_forward(**call)
+        eager_s, output = timed(lambda: self.original_forward(**call))
+        self.prefetcher.rebalancer.passes = 0
+        eager_s = min(eager_s, masked_s)
+        difference = float(torch.stack(differences).max())  # NaN, if one of them is
+        measured: dict[str, Any] = {"difference": difference, "graph_s": graph_s, "launched_s": eager_s}
+        one_token = self.tokens[-1] == 1
+        if not difference <= self.max_difference:
+            self._give_up(f"a graph's results differ by {difference:.1e}", **measured)
+        elif graph_s > eager_s * (MAX_SLOWDOWN if one_token else MAX_PADDED_SHARE) and not self.always:
+            self._give_up("a graph is slower" if one_token else "a graph is hardly faster", **measured)
+        else:
+            self.verified = True
+            self.report(DecodeGraph(unused_because=None, graphs=self.captured.graphs, tried=True, **measured))
+        return output
+
+    def _begin_pass(self) -> None:
+        self.prefetcher.begin_pass(self.batch * self.tokens[-1])
 
     def _capture(self, call: dict[str, Any]) -> None:
         cache = call["past_key_values"]
@@ -178,7 +227,7 @@ class StepGraph:
         if windows_of_layers(self.config, max(self.length, cache.max_length)) != self.windows:
             self._give_up("the cache is longer than planned, and than a window")
             return
-        inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype, self.windows, self.prefetcher.devices)
+        inputs = StepInputs.like(call, self.tokens[-1], self.dtype, self.windows, self.prefetcher.devices)
         inputs.fill(call)
         arguments = inputs.arguments_for(call)
 
@@ -187,8 +236,9 @@ class StepGraph:
                 with using_decode_attention(self.model):
                     return self.original_forward(**arguments).logits
 
+        self._begin_pass()
+        self.placement = self.prefetcher.placement  # blocks that turned out not to suit the CPU are streamed
         self.prefetcher.fix_slots()
-        self.prefetcher.begin_captured_pass()
         try:
             with contextlib.nullcontext() if self.calls is None else self.calls.capturing() as self.captured_calls:
                 self.captured = self.capture(step, self.prefetcher)
@@ -201,54 +251,19 @@ class StepGraph:
         self.inputs.fill(call)
         with contextlib.nullcontext() if self.calls is None else self.calls.replay(self.captured_calls):
             self.captured.replay()
-        cache = call["past_key_values"]
-        cache.advance(1)
-        return CausalLMOutputWithPast(logits=self.captured.output, past_key_values=cache)
-
-    def _verify(self, call: dict[str, Any]) -> Any:
-        """Compute a step in three ways: by the graph, a few times; eagerly with its masks, to compare results; and eagerly as usual.
-        The fastest of each kind counts. Return the output of the last one."""
-        cache, position = call["past_key_values"], call["past_key_values"].get_seq_length()
-        streams = [device.streams for device in self.prefetcher.timeline.devices]
-        try:
-            graph_s = math.inf
-            for _ in range(REPLAYS):
-                self.prefetcher.begin_captured_pass()
-                replay_s, output = _timed(lambda: self._replay(call), streams)
-                graph_s = min(graph_s, replay_s)
-                cache.advance(-1)
-            of_graph = [output.logits[:, -1].clone(), *cache.at(position)]
-            with_mask = call | {"attention_mask": visible_positions(call, self.dtype, self.windows)}
-            masked_s, output = _timed(lambda: self.original_forward(**with_mask), streams)
-            eager = [output.logits[:, -1].clone(), *cache.at(position)]
-            differences = [_difference(one, other).to(call["input_ids"].device) for one, other in zip(of_graph, eager)]
-            cache.advance(-1)
-        except (torch.OutOfMemoryError, RunError) as error:
-            cache.advance(position - cache.get_seq_length())
-            self._give_up(f"it could not be verified ({first_line(error)})")
-            return self.original_forward(**call)
-        eager_s, output = _timed(lambda: self.original_forward(**call), streams)
-        eager_s = min(eager_s, masked_s)
-        difference = float(torch.stack(differences).max())  # NaN, if one of them is
-        measured: dict[str, Any] = {"difference": difference, "graph_s": graph_s, "launched_s": eager_s}
-        if not difference <= self.max_difference:
-            self._give_up(f"a graph's results differ by {difference:.1e}", **measured)
-        elif graph_s > MAX_SLOWDOWN * eager_s and not self.always:
-            self._give_up("a graph is slower", **measured)
-        else:
-            self.verified = True
-            self.report(DecodeGraph(unused_because=None, graphs=self.captured.graphs, tried=True, **measured))
-        self.prefetcher.rebalancer.passes = 0  # later steps take other times
-        return output
+        cache, tokens = call["past_key_values"], call["input_ids"].shape[1]
+        cache.advance(tokens)
+        return CausalLMOutputWithPast(logits=self.captured.output[:, :tokens], past_key_values=cache)
 
     def _give_up(self, reason: str, **measured: Any) -> None:
-        self.given_up, self.verified = True, False
+        self.given_up = True
         self._release()
         self.report(DecodeGraph(unused_because=reason, tried=True, **measured))
 
     def _release(self) -> None:
         """Release the graph and its memory, which the results of captured CPU calls are a part of."""
         self.inputs = self.captured = self.captured_calls = None
+        self.verified = False
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -394,23 +409,25 @@ def _check_slot(slot: int | None, captured: int | None) -> None:
 class StepInputs:
     """The inputs of a captured step that change from step to step, in tensors at fixed addresses."""
 
-    ids: torch.Tensor  # int64 [B, 1]
-    positions: torch.Tensor  # int64 [B, 1]
-    cache_positions: Mapping[torch.device, torch.Tensor]  # int64 [1] on each device, the cache's next position
+    ids: torch.Tensor  # int64 [B, tokens]
+    positions: torch.Tensor  # int64 [B, tokens]
+    cache_positions: Mapping[torch.device, torch.Tensor]  # int64 [tokens] on each device, the cache's next positions
     masks: StepMasks
 
     @classmethod
     def like(
         cls,
-        ids: torch.Tensor,
-        length: int,
+        call: dict[str, Any],
+        tokens: int,
         dtype: torch.dtype,
         windows: Mapping[str, int],
         devices: Sequence[torch.device] = (),
     ) -> StepInputs:
-        positions = {device: ids.new_empty(1, device=device) for device in devices or (ids.device,)}
-        masks = StepMasks.like(ids, length, dtype, windows)
-        return cls(torch.empty_like(ids), torch.empty_like(ids), positions, masks)
+        """Return the inputs of a step of `tokens` tokens with the sequences and the cache of `call`."""
+        ids = call["input_ids"].new_empty(len(call["input_ids"]), tokens)
+        positions = {device: ids.new_empty(tokens, device=device) for device in devices or (ids.device,)}
+        masks = StepMasks.like(ids, call["past_key_values"].max_length, dtype, windows)
+        return cls(ids, torch.empty_like(ids), positions, masks)
 
     def arguments_for(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `call` with these tensors instead of its own."""
@@ -420,36 +437,60 @@ class StepInputs:
         return call | inputs
 
     def fill(self, call: dict[str, Any]) -> None:
-        """Copy the inputs of `call`, whose cache does not hold the step's keys and values yet."""
-        length = call["past_key_values"].get_seq_length()
-        self.ids.copy_(call["input_ids"])
-        self.positions.copy_(call["position_ids"])
-        for position in self.cache_positions.values():
-            position.fill_(length)
-        self.masks.fill(length, call.get("attention_mask"))
+        """Copy the inputs of `call`, whose cache does not hold the step's keys and values yet.
+
+        Where it has fewer tokens, its last one is repeated. Keys and values of the added ones come after those of the others, and past
+        the end of the cache into its last position, which `is_decode_step` leaves to them.
+        """
+        cache, tokens = call["past_key_values"], call["input_ids"].shape[1]
+        start, most = cache.get_seq_length(), self.ids.shape[1]
+        for own, given in ((self.ids, call["input_ids"]), (self.positions, call["position_ids"])):
+            own[:, :tokens].copy_(given)
+            if tokens < most:
+                own[:, tokens:].copy_(given[:, -1:])
+        for positions in self.cache_positions.values():
+            torch.arange(start, start + most, out=positions)
+            if most > 1:
+                positions.clamp_(max=cache.max_length - 1)
+        self.masks.fill(start, call.get("attention_mask"))
 
 
 def visible_positions(call: dict[str, Any], dtype: torch.dtype, windows: Mapping[str, int]) -> Any:
-    """Return the masks [B, 1, 1, positions] that transformers would add for the positions that a decode step sees, as an argument."""
-    length = call["past_key_values"].get_seq_length()
-    masks = StepMasks.like(call["input_ids"], length + 1, dtype, windows)
-    masks.fill(length, call.get("attention_mask"))
+    """Return the masks [B, 1, tokens, positions] that transformers would add for the positions that a step sees, as an argument."""
+    ids, start = call["input_ids"], call["past_key_values"].get_seq_length()
+    masks = StepMasks.like(ids, start + ids.shape[1], dtype, windows)
+    masks.fill(start, call.get("attention_mask"))
     return masks.argument
 
 
-def is_decode_step(call: dict[str, Any]) -> bool:
-    """Return whether a call has one more token for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
+def replayed_tokens(job: Job) -> dict[str, range]:
+    """Return field of the record -> tokens of each sequence in the calls that a graph replays, for each graph of a run.
+
+    With a fixed number of proposals a pass with none is rare; otherwise speculation may be turned off.
+    """
+    most = job.step_tokens // job.rank_batch
+    if job.config.speculate is None:
+        return {"decode_graph": range(1, 2)}
+    if job.config.draft_len == AUTO:
+        return {"decode_graph": range(1, 2), "pass_graph": range(2, most + 1)}
+    return {"pass_graph": range(1, most + 1)}
+
+
+def is_decode_step(call: dict[str, Any], tokens: range) -> bool:
+    """Return whether a call has so many more tokens for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
     ids, cache, positions = call.get("input_ids"), call.get("past_key_values"), call.get("position_ids")
-    if not (torch.is_tensor(ids) and ids.dim() == 2 and ids.shape[1] == 1 and isinstance(cache, DeviceKVCache)):
+    if not (torch.is_tensor(ids) and ids.dim() == 2 and ids.shape[1] in tokens and isinstance(cache, DeviceKVCache)):
         return False
     if not torch.is_tensor(positions) or positions.shape != ids.shape:
         return False
-    length = cache.get_seq_length()
-    if not 0 < length < cache.max_length:
+    start, end = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1]
+    if not start or end > cache.max_length - (ids.shape[1] < tokens[-1]):
         return False
-    for name, shape in (("cache_position", (1,)), ("attention_mask", (ids.shape[0], length + 1))):
+    for name, shape in (("cache_position", ids.shape[1:]), ("attention_mask", (ids.shape[0], end))):
         given = call.get(name)
         if given is not None and (not torch.is_tensor(given) or given.shape != shape):
             return False
+    if tokens[-1] > 1 and call.get("logits_to_keep"):  # logits of all tokens are captured
+        return False
     others = ((name, value) for name, value in call.items() if name not in IN_TENSORS)
     return all(not torch.is_tensor(value) and value in EXPECTED.get(name, (None, False)) for name, value in others)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import nn
 
 from zero_inference.engines.base import LoadedModel, LoadProgress
 from zero_inference.engines.stream.cpu import CpuBackend
-from zero_inference.engines.stream.cuda_graph import StepGraph
+from zero_inference.engines.stream.cuda_graph import StepGraph, replayed_tokens
 from zero_inference.engines.stream.devices import device_by_name, move_buffers
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
@@ -93,10 +94,10 @@ def load(
 
         facts = _facts(plan, model)
         prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
-        graph: StepGraph | None = None
-        if plan.no_graph is None:
-            graph = StepGraph(job, prefetcher, lambda outcome: facts["stream"].update(decode_graph=outcome))
-            closing.callback(graph.close)
+        graphs: list[StepGraph] = []
+        for name, tokens in replayed_tokens(job).items() if plan.no_graph is None else ():
+            graphs.append(StepGraph(job, prefetcher, tokens, partial(facts["stream"].__setitem__, name)))
+            closing.callback(graphs[-1].close)
         cpu_attention = None
         if cpu is not None and cpu.plan.attends:
             cpu_attention = cpu.attention()
@@ -104,13 +105,13 @@ def load(
         closing.enter_context(skip_layers(layers, job.skipped))
         close = closing.pop_all().close  # nothing fails afterwards
 
-    def steps_to_settle() -> int:  # rebalancing follows the verification of a graph
-        of_graph = 0 if graph is None else graph.steps_to_settle()
-        return of_graph or prefetcher.rebalancer.steps_to_settle()
+    def steps_to_settle() -> int:
+        of_graphs = max((graph.steps_to_settle() for graph in graphs), default=0)
+        return of_graphs or prefetcher.rebalancer.steps_to_settle()  # which follows the verification of a graph
 
     def modules_changed(modules: set[nn.Module]) -> None:
         prefetcher.modules_changed(modules)
-        if graph is not None:
+        for graph in graphs:
             graph.modules_changed()
 
     return LoadedModel(
@@ -182,7 +183,7 @@ def _by_gpu(placement: Placement) -> dict[str, list[int]]:
 
 
 def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
-    placement, slots, graphs_off = plan.placement, plan.placement.expert_slots, plan.job.config.decode_graph == "off"
+    placement, slots = plan.placement, plan.placement.expert_slots
     facts: dict[str, Any] = {
         "stream": {
             "resident_layers": placement.layers - placement.host_layers,
@@ -199,9 +200,11 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             "cores": None if plan.cpu is None else plan.cpu.facts(placement.computed_bytes),
             "no_attention_because": plan.no_cpu_attention,
             "head_bits": None if plan.head is None else plan.head.scheme.bits,
-            "decode_graph": None if graphs_off else DecodeGraph(unused_because=plan.no_graph or TOO_SHORT),
         }
     }
+    if plan.job.config.decode_graph != "off":
+        outcome = DecodeGraph(unused_because=plan.no_graph or TOO_SHORT)
+        facts["stream"] |= dict.fromkeys(replayed_tokens(plan.job), outcome)
     return facts if placement.format is None else facts | _quantized_share(plan, model)
 
 

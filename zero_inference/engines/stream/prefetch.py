@@ -84,9 +84,7 @@ class Prefetcher:
         self.kind: PassKind | None = None  # None before the first one
         self.tokens = 0
         self.cpu_computed: frozenset[int] = frozenset()
-        self.has_begun = False  # `begin_pass` was called before the model
         self.next_kind = dict.fromkeys(PassKind, PassKind.DECODE)  # by kind: the kind that followed it last
-        self.captured: tuple[int, PassKind | None] = 0, None  # tokens and kind of the captured pass
         self.between_graphs: BetweenGraphs | None = None  # during a capture
 
         self.patches = Patches()
@@ -142,10 +140,9 @@ class Prefetcher:
     def _before_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         inputs = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))  # [B, T], [B, T, H]
         shape = next((x.shape[:2] for x in inputs if torch.is_tensor(x) and x.dim() >= 2), None)
-        if not (self.timeline.is_paused or self.has_begun):  # a capture repeats the pass before it
+        if not self.timeline.is_paused:  # else it is captured, and has begun
             # computing an unknown call as a long pass is always right
             self.begin_pass(sys.maxsize if shape is None else shape.numel())
-        self.has_begun = False
         if self.kind is PassKind.LONG:
             self.layers.begin_pass(kwargs)
 
@@ -173,17 +170,9 @@ class Prefetcher:
             ring.begin_pass(self.placement.on(device, order), self.placement.on(device, next_order))
 
     def fix_slots(self) -> None:
-        """Fix the slot of each block for passes like the latest one: a CUDA graph reads weights at fixed addresses."""
-        self.captured = self.tokens, self.kind
+        """Fix the slot of each block for passes like the one that has begun: a CUDA graph reads weights at fixed addresses."""
         for ring in self.rings.values():
             ring.fix_slots()
-
-    def begin_captured_pass(self) -> None:
-        """Begin a replay of the pass for which `fix_slots` was called."""
-        self.tokens, self.kind = self.captured
-        self.cpu_computed = self._cpu_blocks_in(self.kind)
-        for ring in self.rings.values():
-            ring.begin_pass(ring.fixed_order, ring.fixed_order)
 
     def _cpu_blocks_in(self, kind: PassKind | None) -> frozenset[int]:
         if kind is PassKind.DECODE:

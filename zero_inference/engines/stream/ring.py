@@ -70,8 +70,8 @@ class RingBuffer:
         self.copy_order = self.next_copy_order = self.pass_order  # of the pass that is copied, and of those after it
         self.position = 0  # in `copy_order`, of the next block to request
         self.requested_early: set[int] = set()  # blocks of `copy_order` after `position` that are pending already
-        self.fixed_order: tuple[int, ...] = ()  # blocks of a captured pass
-        self.fixed_slots: dict[int, int] = {}  # the slot of each, since its graph reads fixed addresses
+        # by the blocks of a captured pass: the slot of each, since its graph reads fixed addresses
+        self.fixed_slots: dict[tuple[int, ...], dict[int, int]] = {}
 
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
@@ -79,10 +79,10 @@ class RingBuffer:
         self._request_all()
 
     def fix_slots(self) -> None:
-        """Assign a slot to each block of the latest pass, for all later passes with the same blocks."""
-        self.fixed_order = self.pass_order
-        slots = slots_in_use(len(self.fixed_order), len(self.slots))
-        self.fixed_slots = {block: index % slots for index, block in enumerate(self.fixed_order)}
+        """Assign a slot to each block of the pass that has begun, for it and all later passes with the same blocks."""
+        slots = slots_in_use(len(self.pass_order), len(self.slots))
+        self.fixed_slots[self.pass_order] = {block: index % slots for index, block in enumerate(self.pass_order)}
+        self.begin_pass(self.pass_order, self.next_copy_order)  # drops copies into other slots
 
     def begin_pass(self, order: Sequence[int], next_order: Sequence[int]) -> None:
         """Begin a pass that calls the blocks `order`, followed by passes that call `next_order`.
@@ -105,7 +105,8 @@ class RingBuffer:
                 self.copy_order = next_order
             self.requested_early.clear()
         else:
-            depth = len(set(self.fixed_slots.values())) if order == self.fixed_order else len(self.slots)
+            fixed = self.fixed_slots.get(order)
+            depth = len(self.slots) if fixed is None else len(set(fixed.values()))
             self._drop(all_but=set(order[:depth]))
             self.position = 0
             self.requested_early = {fetch.block for fetch in self.pending}
@@ -200,14 +201,15 @@ class RingBuffer:
 
     def _is_in_its_slot(self, fetch: _Fetch, order: tuple[int, ...]) -> bool:
         """Return whether a pass with the blocks `order` can use `fetch`: in a captured pass each block has a fixed slot."""
-        return order != self.fixed_order or self.fixed_slots.get(fetch.block, fetch.slot) == fetch.slot
+        return self.fixed_slots.get(order, {}).get(fetch.block, fetch.slot) == fetch.slot
 
     def _request_next(self) -> bool:
         """Queue the copy of the next block; return False if there is none, or no slot for it."""
         block = self._next_block()
         if block is None:
             return False
-        slot = self.fixed_slots[block] if self.copy_order == self.fixed_order else self.empty[0]
+        fixed = self.fixed_slots.get(self.copy_order)
+        slot = self.empty[0] if fixed is None else fixed[block]
         if slot not in self.empty:  # its fixed slot is in use
             self.position -= 1
             return False
