@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from zero_inference.cli import main
 from zero_inference.config.option import AUTO
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import LoadedModel, most_positions
+from zero_inference.engines.base import LoadedModel
 from zero_inference.engines.stream.cuda_graph import StepGraph
 from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import resolve_machine
@@ -57,6 +57,8 @@ class ScriptedDraft:
 
     def propose(self, texts, counts):
         proposals = []
+        ends = {len(text) + count for text, count in zip(texts, counts) if count}
+        assert len(ends) <= 1, "rows that are ahead propose up to the same position"
         for text, right, count in zip(texts, self.right, counts):
             assert text == right[: len(text)]
             following = right[len(text) : len(text) + count]
@@ -301,8 +303,7 @@ def test_passes_are_replayed_with_the_ids_of_plain_transformers(family, options,
                 loaded, prompts[:batch], GEN, cache, speculation, detect_ranks(), lambda _: False
             )
             assert torch.equal(ids.cpu(), expected[:batch])
-        most = most_positions(config.most_proposals, batch)
-        of_one, of_several = range(1, 2), range(2 if draft_len == AUTO else 1, most + 1)
+        of_one, of_several = range(1, 2), range(2 if draft_len == AUTO else 1, config.most_proposals + 2)
         counts = {tokens: [new for of, new in replayed if of == tokens] for tokens in (of_one, of_several)}
         assert len(set(counts[of_several])) > 2 and bool(counts[of_one]) == (draft_len == AUTO)
         graphs = {name: graph for name, graph in loaded.facts["stream"].items() if name.endswith("_graph")}
@@ -342,6 +343,17 @@ def test_the_draft_length_is_the_fastest(acceptance, draft_s, more_s, expected):
     assert chosen[:9] == [16] * 3 + [4] * 3 + [0] * 3
     assert expected[0] <= statistics.median(chosen[30:]) <= expected[1]
     assert length.ended == (expected == (0, 0)) and (not length.ended or set(chosen[30:]) == {0})
+
+
+def test_slow_first_passes_of_a_length_do_not_count():
+    """They are those that the engine captures, verifies, or rebalances after."""
+    length, widths = DraftLength(16), set()
+    for number in range(40):
+        count = length.next()
+        slow_s = 0.0 if count + 1 in widths and number > 1 else 0.1
+        widths.add(count + 1)
+        length.observe(count, count, count + 1, count + 1, count * 0.001, 0.004 + slow_s)
+    assert length.next() == 16
 
 
 def test_a_draft_that_proposes_nothing_yet_is_asked_again():

@@ -142,7 +142,7 @@ class Job:
         """Most tokens of a rank's decode step; speculation verifies several of each sequence."""
         if self.config.speculate is None:
             return self.rank_batch
-        return self.rank_batch * most_positions(self.config.most_proposals, self.rank_batch)
+        return self.rank_batch * (self.config.most_proposals + 1)
 
     @property
     def length(self) -> int:  # prompt and generated tokens of a sequence
@@ -580,11 +580,6 @@ class LoadedModel:
             return cache
 
         return make
-
-
-def most_positions(draft_len: int, rows: int) -> int:
-    """Return the most positions of a pass that verifies proposals: in a batch, rows that are ahead feed known tokens again."""
-    return draft_len + 1 if rows == 1 else 2 * draft_len + 1
 
 
 def refuse_speculation(job: Job, asked: str) -> None:

@@ -2,12 +2,14 @@
 target model alone, up to rounding: a pass of several tokens may break a near tie otherwise.
 
 The rows of a batch accept different numbers of tokens, but share their cached positions: those that the row with the fewest tokens has
-computed. In the next pass a row that is ahead feeds its known tokens again, and its proposals after them:
+computed. In the next pass a row that is ahead feeds its known tokens again, and proposals up to the same position:
 
     cached 6      row 0, 7 tokens: [t6 p p p p]      t: known token, p: proposal
                   row 1, 9 tokens: [t6 t7 t8 p p]
 
-So masks and position ids are those of a prompt, for any family and attention, and the cache only has to forget its last positions.
+If each row got as many proposals, rows would get further ahead of others, and passes and drafts longer, for hardly fewer passes.
+
+Masks and position ids are those of a prompt, for any family and attention, and the cache only has to forget its last positions.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.profiler import record_function
 from zero_inference.config.option import AUTO
 from zero_inference.config.options import SELF
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import LoadedModel, most_positions
+from zero_inference.engines.base import LoadedModel
 from zero_inference.kv_cache.device import PreallocatedCache
 from zero_inference.measure.sampling import Sampler
 from zero_inference.models.layers import cache_per_module, decoder_layers
@@ -174,7 +176,9 @@ class DraftLength:
     def tokens_per_s(self) -> np.ndarray:
         """Return the expected tokens a second of a sequence, [most + 1]: with 0, 1, ... proposals for each pass."""
         widths, counts = sorted(self.pass_s), np.arange(self.most + 1)
-        pass_s = np.interp(counts + 1, widths, [min(self.pass_s[each]) for each in widths])
+        times = [min(self.pass_s[each]) for each in widths]
+        shorter = np.minimum.accumulate(times[::-1])[::-1]  # a pass takes no longer than one of more tokens
+        pass_s = np.interp(counts + 1, widths, shorter)
         acceptance = self.accepted / (self.accepted + self.rejected) if self.trials else 1.0
         return np.array(expected_tokens(acceptance, self.most)) / (pass_s + counts * min(self.token_s, default=0.0))
 
@@ -314,9 +318,9 @@ def generate_speculatively(
     while not ended and ranks.maximum([float(min(map(len, texts)) < end)])[0]:
         shortest = min(map(len, texts))
         cached, draft_len, draft_s = shortest - 1, speculation.next_len(), speculation.draft_s
-        most = max(1, min(most_positions(draft_len, len(texts)), end - 1 - cached))
+        most = max(1, min(draft_len + 1, end - 1 - cached))
         known = [text[cached:][:most] for text in texts]
-        counts = [min(draft_len, most - len(each)) for each in known]
+        counts = [most - len(each) for each in known]
         with _span(loaded, f"draft of {max(counts)}"):
             proposals = speculation.propose(texts, counts)
         rows = [each + proposed for each, proposed in zip(known, proposals)]

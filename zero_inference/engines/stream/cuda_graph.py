@@ -468,7 +468,7 @@ def replayed_tokens(job: Job) -> dict[str, range]:
 
     With a fixed number of proposals a pass with none is rare; otherwise speculation may be turned off.
     """
-    most = job.step_tokens // job.rank_batch
+    most = job.config.most_proposals + 1
     if job.config.speculate is None:
         return {"decode_graph": range(1, 2)}
     if job.config.draft_len == AUTO:
