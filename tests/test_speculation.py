@@ -104,8 +104,10 @@ def config_for(folder: Path, batch: int, draft_len: int, **options) -> RunConfig
     return RunConfig(model=str(folder), **sizes, speculate="ngram", draft_len=draft_len, **options).validate()
 
 
-def load(config: RunConfig) -> LoadedModel:
-    plan = make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks()))
+def load(config: RunConfig, devices: int = 1) -> LoadedModel:
+    """Load a model and its draft; where there is no GPU, as if the CPU were so many of them."""
+    job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
+    plan = make_plan(job if job.on_gpu else replace(job, devices=job.devices * devices))
     loaded = plan.load()
     if plan.draft is not None:
         loaded.draft = plan.draft.load(target=loaded)
@@ -269,18 +271,20 @@ def test_ids_are_the_same_with_a_length_that_adapts_itself(draft, batch, engine,
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "devices", "options"),
     [
-        ("llama", {"gpu_memory": 0, "cpu_compute": "off", "ring_depth": 2}),
-        ("llama", {"gpu_memory": 0, "cpu_compute": "0.5", "ring_depth": 3}),
-        ("opt", {"gpu_memory": 1}),
-        ("mixtral", {"gpu_memory": 0, "cpu_compute": "1"}),
-        ("mistral", {"gpu_memory": 0, "cpu_compute": "off"}),
-        ("gpt_oss", {"gpu_memory": 0, "cpu_compute": "1"}),  # its experts in float32 cannot be captured on a GPU
+        ("llama", 1, {"gpu_memory": 0, "cpu_compute": "off", "ring_depth": 2}),
+        ("llama", 2, {"gpu_memory": 0, "cpu_compute": "0.5", "ring_depth": 3}),
+        ("opt", 1, {"gpu_memory": 1}),
+        ("mixtral", 1, {"gpu_memory": 0, "cpu_compute": "1"}),
+        ("mistral", 2, {"gpu_memory": 0, "cpu_compute": "off"}),
+        ("gpt_oss", 1, {"gpu_memory": 0, "cpu_compute": "1"}),  # its experts in float32 cannot be captured on a GPU
     ],
     ids=str,
 )
-def test_passes_are_replayed_with_the_ids_of_plain_transformers(family, options, folder_of, reference, monkeypatch):
+def test_passes_are_replayed_with_the_ids_of_plain_transformers(
+    family, devices, options, folder_of, reference, monkeypatch
+):
     """Passes of fewer tokens are padded, also at the end of the cache; one order of blocks has one set of slots."""
     prompts, expected = reference(family)
     texts, replayed, own = torch.cat([prompts, expected], 1).tolist(), [], StepGraph._replay
@@ -292,7 +296,8 @@ def test_passes_are_replayed_with_the_ids_of_plain_transformers(family, options,
     monkeypatch.setattr(StepGraph, "_replay", replay)
     for batch, draft_len in ((1, 5), (3, AUTO), (BATCH, 3)):
         config = config_for(folder_of(family), batch, draft_len, engine="stream", decode_graph="on", **options)
-        loaded = load(config)
+        loaded = load(config, devices)
+        assert len(loaded.devices) in (devices, torch.cuda.device_count())
         speculation = Speculation(ScriptedDraft(texts[:batch], 0.3), config.most_proposals)
         if draft_len == AUTO:
             speculation.length = DraftLength(config.most_proposals)
