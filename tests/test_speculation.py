@@ -545,13 +545,16 @@ def test_acceptance_is_counted_by_position(folder_of, reference, tmp_path):
     loaded.close()
 
 
-def test_nothing_grows_over_a_thousand_passes(folder_of, reference):
+@pytest.mark.parametrize("options", [{"engine": "resident"}, {"engine": "stream", "decode_graph": "on"}], ids=str)
+def test_nothing_grows_over_a_thousand_passes(options, folder_of, reference):
     prompts, expected = reference("llama")
     right = torch.cat([prompts, expected], 1).tolist()[:2]
-    config = config_for(folder_of("llama"), 2, 4, engine="resident")
+    config = config_for(folder_of("llama"), 2, 4, **options)
     loaded = load(config)
     draft, counts, passes = ScriptedDraft(right, 1), [], 0
     for number in range(45):
+        if loaded.timeline is not None:
+            loaded.timeline.restart()  # as `measure_loops` does
         passes += generate(loaded, config, prompts[:2], draft)[1].passes
         if number % 8 == 4:
             gc.collect()
@@ -588,6 +591,19 @@ def refusal(options: list[str], tmp_path: Path, capfd) -> str:
 )
 def test_options_that_exclude_speculation_are_refused(options, words, tmp_path, capfd):
     assert words in refusal(options, tmp_path, capfd)
+
+
+def test_a_real_model_gives_the_ids_of_plain_transformers(smollm2_folder):
+    ids = random_ids(0, 3, PROMPT, VOCAB)
+    expected = plain_ids(smollm2_folder, ids, GEN)
+    config = replace(config_for(smollm2_folder, 3, AUTO, engine="stream"), speculate="self").validate()
+    loaded = load(config)
+    cache, speculation = loaded.cache_factory(config)(), make_speculation(loaded, config)
+    found = generate_speculatively(loaded, ids, GEN, cache, speculation, detect_ranks(), lambda tokens: False)
+    assert torch.equal(found.cpu(), expected)
+    assert speculation.passes < GEN - 1
+    loaded.draft.close()
+    loaded.close()
 
 
 def test_a_draft_with_another_tokenizer_is_refused(smollm2_folder, folder_of, tmp_path, capfd):
