@@ -24,6 +24,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.engines.stream.cuda_graph import StepGraph
 from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import resolve_machine
+from zero_inference.measure.loops import MAX_SETTLING, measure_loops
 from zero_inference.measure.sampling import Sampler
 from zero_inference.measure.session import first_differences, output_ids_sha256
 from zero_inference.measure.speculation import (
@@ -308,12 +309,13 @@ def test_passes_are_replayed_with_the_ids_of_plain_transformers(
                 loaded, prompts[:batch], GEN, cache, speculation, detect_ranks(), lambda _: False
             )
             assert torch.equal(ids.cpu(), expected[:batch])
-        of_one, of_several = range(1, 2), range(2 if draft_len == AUTO else 1, config.most_proposals + 2)
-        counts = {tokens: [new for of, new in replayed if of == tokens] for tokens in (of_one, of_several)}
-        assert len(set(counts[of_several])) > 2 and bool(counts[of_one]) == (draft_len == AUTO)
-        graphs = {name: graph for name, graph in loaded.facts["stream"].items() if name.endswith("_graph")}
-        assert set(graphs) == {"pass_graph"} | ({"decode_graph"} if draft_len == AUTO else set())
-        assert all(graph.unused_because is None and graph.difference < 1e-5 for graph in graphs.values())
+        widths = {new for tokens, new in replayed if tokens == range(2, config.most_proposals + 2)}
+        assert len(widths) > 2 and max(widths) == config.most_proposals + 1
+        used = [loaded.facts["stream"]["pass_graph"]]
+        if draft_len == AUTO:
+            assert (range(1, 2), 1) in replayed
+            used.append(loaded.facts["stream"]["decode_graph"])
+        assert all(graph.unused_because is None and graph.difference < 1e-5 for graph in used)
         loaded.close()
 
 
@@ -345,20 +347,42 @@ def simulated(length: DraftLength, acceptance: float, draft_s: float, passes: in
 def test_the_draft_length_is_the_fastest(acceptance, draft_s, more_s, expected):
     length = DraftLength(16)
     chosen = simulated(length, acceptance, draft_s, first_s=0.18, more_s=more_s)
-    assert chosen[:9] == [16] * 3 + [4] * 3 + [0] * 3
+    assert chosen[:6] == [16, 16, 4, 4, 0, 0]
     assert expected[0] <= statistics.median(chosen[30:]) <= expected[1]
     assert length.ended == (expected == (0, 0)) and (not length.ended or set(chosen[30:]) == {0})
 
 
-def test_slow_first_passes_of_a_length_do_not_count():
-    """They are those that the engine captures, verifies, or rebalances after."""
-    length, widths = DraftLength(16), set()
-    for number in range(40):
+@pytest.mark.parametrize("draft", ["ngram", "self"])
+def test_nothing_is_tried_while_it_is_timed(draft, folder_of, reference, monkeypatch):
+    """After a warm-up that is too short, generations follow until lengths are tried and graphs verified, if they have such passes."""
+    config = replace(config_for(folder_of("llama"), 1, AUTO, engine="stream", decode_graph="on"), speculate=draft)
+    loaded, prompts = load(config), reference("llama")[0][:1]
+    speculation, timed, tried, own = make_speculation(loaded, config), [], [], StepGraph._verify
+    monkeypatch.setattr(StepGraph, "_verify", lambda self, call: tried.append(len(timed)) or own(self, call))
+    make_cache, between = loaded.cache_factory(config), lambda: timed.append(len(speculation.length.untried))
+    found = measure_loops(
+        loaded, prompts, GEN, 2, 1, detect_ranks(), make_cache, between_loops=between, speculation=speculation
+    )
+    if loaded.draft is not None:
+        loaded.draft.close()
+    loaded.close()
+    assert torch.equal(found.output_ids, reference("llama")[1][:1])
+    assert set(tried) == {0} and len(tried) == 2 + (draft == "self") and timed == [0] * 3
+    assert 0 < len(found.settling_s) <= MAX_SETTLING
+
+
+def test_times_of_passes_in_which_graphs_are_captured_do_not_count():
+    """They are the first ones with proposals, and may have few."""
+    length, with_proposals = DraftLength(16), 0
+    for number in range(60):
         count = length.next()
-        slow_s = 0.0 if count + 1 in widths and number > 1 else 0.1
-        widths.add(count + 1)
-        length.observe(count, count, count + 1, count + 1, count * 0.001, 0.004 + slow_s)
-    assert length.next() == 16
+        proposed = count if number > 11 else 0  # it finds no match yet
+        with_proposals += proposed > 0
+        is_usual = with_proposals > 2 or not proposed
+        length.observe(
+            count, proposed, proposed + 1, proposed + 1, proposed * 1e-4, 0.004 if is_usual else 0.2, is_usual
+        )
+    assert length.next() == 16 and max(map(max, length.pass_s.values())) == 0.004
 
 
 def test_a_draft_that_proposes_nothing_yet_is_asked_again():

@@ -275,7 +275,8 @@ class Options:
     )
     decode_graph: str = _stream(
         AUTO,
-        "replay decode steps as CUDA graphs if they give the same results. auto: unless that is clearly slower",
+        "replay decode steps, and passes that verify proposals, as CUDA graphs if they give the same results. auto: steps unless that is "
+        "clearly slower, passes if it is clearly faster",
         kind="word",
         choices=(AUTO, "on", "off"),
     )

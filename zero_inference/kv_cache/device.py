@@ -129,14 +129,15 @@ class StepMasks:
     def fill(self, cached: int, given: Tensor | None) -> None:
         """Let each token after `cached` positions see itself and the positions before it that are in its window, unless `given`
         [B, positions] (None: all) excludes them."""
+        hidden = None if given is None else given[:, None, None] == 0
         for window, mask in self.by_window.items():
-            visible = mask.new_ones(mask.shape[2:], dtype=torch.bool).tril(cached)
+            least = torch.finfo(mask.dtype).min
+            visible = mask.new_ones(mask.shape[2:], dtype=torch.bool).tril_(cached)
             if window:
-                visible = visible.triu(cached + 1 - window)
-            mask.fill_(torch.finfo(mask.dtype).min).masked_fill_(visible, 0)
-            if given is not None:
-                hidden = ~given.bool()[:, None, None]
-                mask[..., : given.shape[1]].masked_fill_(hidden, torch.finfo(mask.dtype).min)
+                visible.triu_(cached + 1 - window)
+            mask.fill_(least).masked_fill_(visible, 0)
+            if hidden is not None:
+                mask[..., : hidden.shape[3]].masked_fill_(hidden, least)
 
 
 def has_keys(layer: Any) -> bool:

@@ -26,7 +26,7 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import synchronize
 
 STEADY_LOOPS = 3  # latest warm-up loops that `is_steady` compares
-MAX_SETTLING = 4  # generations after the warm-up, one for each decision that the stream engine may still have to make
+MAX_SETTLING = 4  # generations after the warm-up, one for each decision that engine and draft may still have to make
 
 
 @dataclass
@@ -114,11 +114,20 @@ def measure_loops(
             measurement.warmed_up = is_steady(measurement.warmup_s, warmup_spread)
             if measurement.warmed_up:
                 break
+
+    def unsettled() -> tuple[int, int]:
+        """Return steps until the engine has settled, and lengths of proposals to try; only an engine of one process captures graphs."""
+        length = None if speculation is None or ranks.world_size > 1 else speculation.length
+        return loaded.steps_to_settle(), 0 if length is None else len(length.untried)
+
     for number in range(MAX_SETTLING if warmup else 0):  # alike on all ranks
-        if not 0 < loaded.steps_to_settle() < gen_len:
+        before = unsettled()
+        if before == (0, 0) or before[0] >= gen_len:
             break
-        settling, _ = generate(f"settling, generation {number + 1}", warmup, lambda: not loaded.steps_to_settle())
+        settling, _ = generate(f"settling, generation {number + 1}", warmup, lambda: unsettled() == (0, 0))
         measurement.settling_s.append(settling.total_s)
+        if unsettled() == before:  # no generation has the steps that it needs
+            break
     for number in range(loops):
         between_loops()
         loop, measurement.output_ids = generate(f"loop {number + 1} of {loops}", warmup + number)

@@ -7,7 +7,7 @@ computed. In the next pass a row that is ahead feeds its known tokens again, and
     cached 6      row 0, 7 tokens: [t6 p p p p]      t: known token, p: proposal
                   row 1, 9 tokens: [t6 t7 t8 p p]
 
-If each row got as many proposals, rows would get further ahead of others, and passes and drafts longer, for hardly fewer passes.
+With as many proposals for each row, rows would get further ahead of others, and passes and drafts longer.
 
 Masks and position ids are those of a prompt, for any family and attention, and the cache only has to forget its last positions.
 """
@@ -42,7 +42,7 @@ LONGEST_NGRAM = 8
 # For `DraftLength`
 LATEST = 5  # times, of which the shortest counts
 REMEMBERED = 0.9  # weight of the acceptance before a pass
-TRIES = 3  # of each length: the engine may capture and verify a graph in the first two
+TRIES = 2  # of each length
 MIN_TRIALS = 8  # passes with proposals before they may end
 
 
@@ -176,21 +176,23 @@ class DraftLength:
     def tokens_per_s(self) -> np.ndarray:
         """Return the expected tokens a second of a sequence, [most + 1]: with 0, 1, ... proposals for each pass."""
         widths, counts = sorted(self.pass_s), np.arange(self.most + 1)
-        times = [min(self.pass_s[each]) for each in widths]
-        shorter = np.minimum.accumulate(times[::-1])[::-1]  # a pass takes no longer than one of more tokens
-        pass_s = np.interp(counts + 1, widths, shorter)
+        pass_s = np.interp(counts + 1, widths, [min(self.pass_s[each]) for each in widths])
         acceptance = self.accepted / (self.accepted + self.rejected) if self.trials else 1.0
         return np.array(expected_tokens(acceptance, self.most)) / (pass_s + counts * min(self.token_s, default=0.0))
 
-    def observe(self, count: int, proposed: int, gained: int, width: int, draft_s: float, pass_s: float) -> None:
+    def observe(
+        self, count: int, proposed: int, gained: int, width: int, draft_s: float, pass_s: float, is_usual: bool = True
+    ) -> None:
         """Note a pass of `width` tokens with `proposed` proposals of `count` that were asked for. It gave each sequence at least `gained`
-        tokens."""
-        if self.untried and count == self.untried[0]:
-            self.untried.pop(0)
-        self.pass_s.setdefault(width, deque(maxlen=LATEST)).append(pass_s)
+        tokens. If it was not as usual, its times do not count."""
+        if is_usual:
+            if self.untried and count == self.untried[0] and (proposed or not count):
+                self.untried.pop(0)
+            self.pass_s.setdefault(width, deque(maxlen=LATEST)).append(pass_s)
+            if proposed:
+                self.token_s.append(draft_s / proposed)
         if proposed:
             self.trials += 1
-            self.token_s.append(draft_s / proposed)
             accepted = max(0, gained - 1)
             self.accepted = accepted + REMEMBERED * self.accepted
             self.rejected = (accepted < proposed) + REMEMBERED * self.rejected
@@ -317,7 +319,8 @@ def generate_speculatively(
     # ranks that are done go on with the others, which gather weights with them
     while not ended and ranks.maximum([float(min(map(len, texts)) < end)])[0]:
         shortest = min(map(len, texts))
-        cached, draft_len, draft_s = shortest - 1, speculation.next_len(), speculation.draft_s
+        cached, draft_len = shortest - 1, speculation.next_len()
+        draft_s, graph_trials = speculation.draft_s, _graph_trials(loaded)
         most = max(1, min(draft_len + 1, end - 1 - cached))
         known = [text[cached:][:most] for text in texts]
         counts = [most - len(each) for each in known]
@@ -341,11 +344,21 @@ def generate_speculatively(
             gained, steps = min(map(len, texts)) - shortest, max(map(len, proposals))
             spent_s = speculation.draft_s - draft_s
             speculation.length.observe(
-                draft_len, proposed=steps, gained=gained, width=width, draft_s=spent_s, pass_s=pass_s
+                draft_len,
+                proposed=steps,
+                gained=gained,
+                width=width,
+                draft_s=spent_s,
+                pass_s=pass_s,
+                is_usual=_graph_trials(loaded) == graph_trials,
             )
         ended = after_pass(min(map(len, texts)) - prompt_len)
     shortest = min(map(len, texts))
     return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)
+
+
+def _graph_trials(loaded: LoadedModel) -> int:
+    return loaded.graph_trials() + (0 if loaded.draft is None else loaded.draft.graph_trials())
 
 
 def _span(loaded: LoadedModel, name: str) -> AbstractContextManager[Any]:

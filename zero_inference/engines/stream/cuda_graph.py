@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from zero_inference.config.option import AUTO
 from zero_inference.cpu.hand_off import CapturedCalls
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.prefetch import BetweenGraphs, Prefetcher
@@ -39,8 +38,8 @@ from zero_inference.utils.patching import Patches
 
 # Few steps of each kind are timed, which is noisy, and other work of the host slows down later steps of Python, but not those of a graph
 MAX_SLOWDOWN = 1.1
-# A graph of several tokens computes steps of fewer as well, in the same time. If it takes at most this share of an eager step of several
-# tokens, that one waits for Python, which takes as long to launch a step of fewer tokens.
+# A graph of several tokens takes the same time for fewer, which are padded. Where it takes at most this share of an eager step, that step
+# waits for Python, which takes as long to launch a step of fewer tokens.
 MAX_PADDED_SHARE = 0.8
 REPLAYS = 3  # the first one takes longer
 # Layers up to which `MAX_DIFFERENCE` holds for a whole step; roundings of more add up: Llama-3.1-70B, with random weights, differs by 0.084
@@ -95,11 +94,14 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
 class StepGraph:
     """Replaces `model.forward`: captures a decode step, verifies it, and replays it for calls like the captured one.
 
-    In a generation with one cache: an eager step, its capture, one step both ways (`_verify`), then replays. After rebalancing all of
-    that happens again. `report` gets the outcome once it is known.
+    With one cache and batch size: an eager step, a capture before the next one, one step both ways (`_verify`), then replays. After
+    rebalancing all of that happens again. `report` gets the outcome once it is known.
 
     Args:
-        tokens: of each sequence, in the calls that are replayed. The captured step has the most of them; calls with fewer are padded.
+        tokens: tokens per sequence of the calls that it replays. It captures a step with the most of them; calls with fewer are padded.
+
+    Attributes:
+        trials: steps in which a graph was captured or verified, which take longer than others.
     """
 
     def __init__(self, job: Job, prefetcher: Prefetcher, tokens: range, report: Callable[[DecodeGraph], None]):
@@ -117,9 +119,11 @@ class StepGraph:
         self.model = model = job.empty_model.model
         self.original_forward = model.forward
         self.cache: DeviceKVCache | None = None  # of the captured step
-        self.batch = 0  # its sequences
-        self.placement = prefetcher.placement  # in that step
+        self.batch = 0  # sequences of that step
+        self.placement = prefetcher.placement  # during that step
         self.given_up = False
+        self.trials = 0
+        self.free_slots: Callable[[], None] = lambda: None
         self.inputs: StepInputs | None = None
         self.captured: CapturedStep | None = None
         self.captured_calls: CapturedCalls | None = None
@@ -144,11 +148,11 @@ class StepGraph:
 
     def steps_to_settle(self) -> int:
         """Return the decode steps until the graph is verified; 0 if it is, will not be, or before the first step."""
-        if self.given_up or self.cache is None:
+        if self.given_up or self.cache is None or (self.verified and self.placement is self.prefetcher.placement):
             return 0
         if self.placement is not self.prefetcher.placement:
-            return 2
-        return int(not self.verified)
+            return 3
+        return 2 if self.captured is None else 1
 
     def _forward(self, *args: Any, **call: Any) -> Any:
         config = self.model.config
@@ -156,19 +160,18 @@ class StepGraph:
         if self.given_up or args or recorded or not is_decode_step(call, self.tokens):
             return self.original_forward(*args, **call)
         batch, cache = len(call["input_ids"]), call["past_key_values"]
-        if cache is not self.cache or batch != self.batch:
-            self._release()
-            self.cache, self.batch = cache, batch
-        if self.verified:
+        is_other = cache is not self.cache or batch != self.batch
+        if self.verified and not is_other:
             self._begin_pass()
-        if self.placement is not self.prefetcher.placement:  # another block is streamed, or one less
+        if is_other or self.placement is not self.prefetcher.placement:  # another block is streamed, or one less
             self._release()
+            self.cache, self.batch, self.placement = cache, batch, self.prefetcher.placement
+            return self.original_forward(**call)  # libraries take their memory
         if self.verified:
             return self._replay(call)
+        self.trials += 1
         if self.captured is not None:
             return self._verify(call)
-        self.original_forward(**call)
-        cache.advance(-call["input_ids"].shape[1])
         self._capture(call)
         return self.original_forward(**call)
 
@@ -212,7 +215,9 @@ class StepGraph:
         if not difference <= self.max_difference:
             self._give_up(f"a graph's results differ by {difference:.1e}", **measured)
         elif graph_s > eager_s * (MAX_SLOWDOWN if one_token else MAX_PADDED_SHARE) and not self.always:
-            self._give_up("a graph is slower" if one_token else "a graph is hardly faster", **measured)
+            slower = "a graph is slower"
+            padded = f"a graph takes {graph_s / eager_s:.0%} of the time, more than {MAX_PADDED_SHARE:.0%}"
+            self._give_up(slower if one_token else padded, **measured)
         else:
             self.verified = True
             self.report(DecodeGraph(unused_because=None, graphs=self.captured.graphs, tried=True, **measured))
@@ -238,7 +243,7 @@ class StepGraph:
 
         self._begin_pass()
         self.placement = self.prefetcher.placement  # blocks that turned out not to suit the CPU are streamed
-        self.prefetcher.fix_slots()
+        self.free_slots = self.prefetcher.fix_slots()
         try:
             with contextlib.nullcontext() if self.calls is None else self.calls.capturing() as self.captured_calls:
                 self.captured = self.capture(step, self.prefetcher)
@@ -257,6 +262,7 @@ class StepGraph:
 
     def _give_up(self, reason: str, **measured: Any) -> None:
         self.given_up = True
+        self.prefetcher.rebalancer.passes = 0
         self._release()
         self.report(DecodeGraph(unused_because=reason, tried=True, **measured))
 
@@ -264,6 +270,8 @@ class StepGraph:
         """Release the graph and its memory, which the results of captured CPU calls are a part of."""
         self.inputs = self.captured = self.captured_calls = None
         self.verified = False
+        self.free_slots()
+        self.free_slots = lambda: None
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -439,8 +447,8 @@ class StepInputs:
     def fill(self, call: dict[str, Any]) -> None:
         """Copy the inputs of `call`, whose cache does not hold the step's keys and values yet.
 
-        Where it has fewer tokens, its last one is repeated. Keys and values of the added ones come after those of the others, and past
-        the end of the cache into its last position, which `is_decode_step` leaves to them.
+        Calls with fewer tokens repeat their last one. Keys and values of this padding follow those of the call; at the end of the cache
+        they go to its last position, which `is_decode_step` keeps free.
         """
         cache, tokens = call["past_key_values"], call["input_ids"].shape[1]
         start, most = cache.get_seq_length(), self.ids.shape[1]
@@ -464,20 +472,13 @@ def visible_positions(call: dict[str, Any], dtype: torch.dtype, windows: Mapping
 
 
 def replayed_tokens(job: Job) -> dict[str, range]:
-    """Return field of the record -> tokens of each sequence in the calls that a graph replays, for each graph of a run.
-
-    With a fixed number of proposals a pass with none is rare; otherwise speculation may be turned off.
-    """
-    most = job.config.most_proposals + 1
-    if job.config.speculate is None:
-        return {"decode_graph": range(1, 2)}
-    if job.config.draft_len == AUTO:
-        return {"decode_graph": range(1, 2), "pass_graph": range(2, most + 1)}
-    return {"pass_graph": range(1, most + 1)}
+    """Return the graphs of a run: field of the record -> tokens per sequence of the calls that it replays."""
+    one = {"decode_graph": range(1, 2)}
+    return one if job.config.speculate is None else one | {"pass_graph": range(2, job.config.most_proposals + 2)}
 
 
 def is_decode_step(call: dict[str, Any], tokens: range) -> bool:
-    """Return whether a call has so many more tokens for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
+    """Return whether a call computes a number of `tokens` for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
     ids, cache, positions = call.get("input_ids"), call.get("past_key_values"), call.get("position_ids")
     if not (torch.is_tensor(ids) and ids.dim() == 2 and ids.shape[1] in tokens and isinstance(cache, DeviceKVCache)):
         return False

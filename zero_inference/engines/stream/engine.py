@@ -46,7 +46,7 @@ from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.timing import Transfers
 
-TOO_SHORT = "no generation was long enough to try a graph"
+TOO_SHORT = "there were too few such steps to try a graph"
 
 __all__ = ["check", "load", "plan"]  # the engine protocol of engines/base.py
 
@@ -129,6 +129,7 @@ def load(
         cpu_attention=cpu_attention,
         pinned_memory=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
+        graph_trials=lambda: sum(graph.trials for graph in graphs),
         modules_changed=modules_changed,
         weights=weights,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in plan.stored],

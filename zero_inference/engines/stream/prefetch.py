@@ -169,10 +169,16 @@ class Prefetcher:
         for device, ring in self.rings.items():
             ring.begin_pass(self.placement.on(device, order), self.placement.on(device, next_order))
 
-    def fix_slots(self) -> None:
-        """Fix the slot of each block for passes like the one that has begun: a CUDA graph reads weights at fixed addresses."""
-        for ring in self.rings.values():
-            ring.fix_slots()
+    def fix_slots(self) -> Callable[[], None]:
+        """Fix the slot of each block for passes like the one that has begun, until the result is called: a CUDA graph reads weights at
+        fixed addresses."""
+        fixed = [ring.fix_slots() for ring in self.rings.values()]
+
+        def free() -> None:
+            for free_of_ring in fixed:
+                free_of_ring()
+
+        return free
 
     def _cpu_blocks_in(self, kind: PassKind | None) -> frozenset[int]:
         if kind is PassKind.DECODE:

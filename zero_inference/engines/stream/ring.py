@@ -9,7 +9,7 @@ earlier as there are slots, so link and device may both have time for all that t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
@@ -70,19 +70,30 @@ class RingBuffer:
         self.copy_order = self.next_copy_order = self.pass_order  # of the pass that is copied, and of those after it
         self.position = 0  # in `copy_order`, of the next block to request
         self.requested_early: set[int] = set()  # blocks of `copy_order` after `position` that are pending already
-        # by the blocks of a captured pass: the slot of each, since its graph reads fixed addresses
+        # blocks of a captured pass -> block -> its slot: a graph reads fixed addresses
         self.fixed_slots: dict[tuple[int, ...], dict[int, int]] = {}
+        self.graphs: Counter[tuple[int, ...]] = Counter()  # that need these slots
 
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
         self.streams.synchronize()
         self._request_all()
 
-    def fix_slots(self) -> None:
-        """Assign a slot to each block of the pass that has begun, for it and all later passes with the same blocks."""
-        slots = slots_in_use(len(self.pass_order), len(self.slots))
-        self.fixed_slots[self.pass_order] = {block: index % slots for index, block in enumerate(self.pass_order)}
-        self.begin_pass(self.pass_order, self.next_copy_order)  # drops copies into other slots
+    def fix_slots(self) -> Callable[[], None]:
+        """Assign a slot to each block of the pass that has begun, for it and all later passes with the same blocks, until the result is
+        called."""
+        order = self.pass_order
+        slots = slots_in_use(len(order), len(self.slots))
+        self.fixed_slots[order] = {block: index % slots for index, block in enumerate(order)}
+        self.graphs[order] += 1
+        self.begin_pass(order, self.next_copy_order)  # drops copies into other slots
+
+        def free() -> None:
+            self.graphs[order] -= 1
+            if not self.graphs[order]:
+                del self.fixed_slots[order], self.graphs[order]
+
+        return free
 
     def begin_pass(self, order: Sequence[int], next_order: Sequence[int]) -> None:
         """Begin a pass that calls the blocks `order`, followed by passes that call `next_order`.
