@@ -371,18 +371,23 @@ def test_nothing_is_tried_while_it_is_timed(draft, folder_of, reference, monkeyp
     assert 0 < len(found.settling_s) <= MAX_SETTLING
 
 
-def test_times_of_passes_in_which_graphs_are_captured_do_not_count():
-    """They are the first ones with proposals, and may have few."""
-    length, with_proposals = DraftLength(16), 0
-    for number in range(60):
-        count = length.next()
-        proposed = count if number > 11 else 0  # it finds no match yet
-        with_proposals += proposed > 0
-        is_usual = with_proposals > 2 or not proposed
-        length.observe(
-            count, proposed, proposed + 1, proposed + 1, proposed * 1e-4, 0.004 if is_usual else 0.2, is_usual
-        )
-    assert length.next() == 16 and max(map(max, length.pass_s.values())) == 0.004
+@pytest.mark.parametrize(("gen_len", "without_match"), [(20, 0), (32, 0), (64, 0), (128, 0), (128, 12)])
+def test_a_draft_that_is_right_gets_the_longest_passes(gen_len, without_match):
+    """Passes in which a graph is captured or verified take long, and no other one may be as long before the text ends."""
+    length, settling, number = DraftLength(16), {True: 3, False: 3}, 0
+    for _ in range(8):
+        left, chosen = gen_len - 1, []
+        while left:
+            count, number = length.next(), number + 1
+            proposed = min(count, left - 1) if number > without_match else 0
+            settles = settling[proposed > 0] > 0
+            settling[proposed > 0] -= 1
+            length.observe(
+                count, proposed, proposed + 1, proposed + 1, proposed * 1e-4, 0.2 if settles else 0.004, not settles
+            )
+            chosen.append(count)
+            left -= proposed + 1
+    assert set(chosen) == {16} and max(map(max, length.pass_s.values())) == 0.004
 
 
 def test_a_draft_that_proposes_nothing_yet_is_asked_again():

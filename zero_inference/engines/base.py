@@ -259,11 +259,19 @@ class Job:
         prefill = max(sampling, model.activation_bytes(self.spec, batch, self.config.prompt_len))
         if self.config.speculate is None:
             return prefill
-        logits = self.step_tokens * vocab_size * self.spec.dtype.itemsize
-        verification = model.activation_bytes(self.spec, batch, self.step_tokens // batch)
-        in_pass = max(sampling, verification) + logits
-        # the graph of a pass keeps its memory during a prefill
-        return prefill + in_pass if self.config.engine == "stream" else max(prefill, in_pass)
+        verification, logits = self._verification_bytes()
+        return max(prefill, max(sampling, verification) + logits)
+
+    def _verification_bytes(self) -> tuple[int, int]:
+        """Return the peak of activations in a pass that verifies proposals, and its logits."""
+        tokens, batch = self.step_tokens, self.rank_batch
+        activations = self.empty_model.activation_bytes(self.spec, batch, tokens // batch)
+        return activations, tokens * self.spec.text_config.vocab_size * self.spec.dtype.itemsize
+
+    @property
+    def pass_graph_bytes(self) -> int:
+        """Memory that the CUDA graph of such a pass keeps, also during a prefill."""
+        return 0 if self.config.speculate is None else sum(self._verification_bytes())
 
 
 @dataclass(frozen=True)
@@ -536,8 +544,9 @@ class LoadedModel:
     Attributes:
         facts: values of fields of `records.schema.EngineFacts`; other keys are errors.
         pinned_memory: uint8 [bytes] each, pinned host memory that this rank's device copies weights from.
-        steps_to_settle: returns the decode steps until the engine next changes how it runs them, equal on all ranks; 0 when settled.
-        graph_trials: returns the steps so far in which a graph was captured or verified, which take longer than others.
+        steps_to_settle: returns the decode steps of a generation until the engine next changes how it runs them, equal on all ranks; 0 when
+            settled.
+        settling_steps: returns the steps so far in which that changed or was tried; they take longer than others.
         modules_changed: gets modules whose children were replaced or that have foreign hooks: the engine then calls each module inside.
         writable: parameters that stay in place, so that a model may write them, as RWKV does; empty with the engine resident: all.
     """
@@ -555,7 +564,7 @@ class LoadedModel:
     cpu_backend: CpuBackendUse | None = None  # how the CPU backend takes part; None without one
     cpu_attention: CpuAttention | None = None  # computes attention over a KV cache in host memory, if the CPU does
     steps_to_settle: Callable[[], int] = lambda: 0
-    graph_trials: Callable[[], int] = lambda: 0
+    settling_steps: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()
     devices: tuple[torch.device, ...] = ()  # all that this process drives, `device` first

@@ -61,8 +61,8 @@ class SinkAttention(SharedPatch):
 
 
 class _PromptAttention(SinkAttention):
-    """Uses `attend` for several queries; steps of one query keep the family's function, with which their graphs are verified. Graphs of
-    several tokens are verified with `attend` itself."""
+    """Uses `attend` for several queries; steps of one query keep the family's function, the reference for their graphs. The reference
+    for graphs of several tokens is `attend` itself."""
 
     def attend(self, module: torch.nn.Module, query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         call = self.before if query.shape[2] == 1 else super().attend

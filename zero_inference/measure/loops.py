@@ -26,7 +26,7 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import synchronize
 
 STEADY_LOOPS = 3  # latest warm-up loops that `is_steady` compares
-MAX_SETTLING = 4  # generations after the warm-up, one for each decision that engine and draft may still have to make
+MAX_SETTLING = 4  # generations after the warm-up, for rebalancing, captures and draft lengths to try
 
 
 @dataclass
@@ -116,18 +116,19 @@ def measure_loops(
                 break
 
     def unsettled() -> tuple[int, int]:
-        """Return steps until the engine has settled, and lengths of proposals to try; only an engine of one process captures graphs."""
-        length = None if speculation is None or ranks.world_size > 1 else speculation.length
-        return loaded.steps_to_settle(), 0 if length is None else len(length.untried)
+        """Return steps until the engine has settled, and lengths of proposals to try; alike on all ranks."""
+        length = None if speculation is None else speculation.length
+        untried = 0 if length is None else int(ranks.maximum([float(len(length.untried))])[0])
+        return loaded.steps_to_settle(), untried
 
-    for number in range(MAX_SETTLING if warmup else 0):  # alike on all ranks
-        before = unsettled()
+    for number in range(MAX_SETTLING if warmup else 0):
+        before, settling_steps = unsettled(), loaded.settling_steps()
         if before == (0, 0) or before[0] >= gen_len:
             break
         settling, _ = generate(f"settling, generation {number + 1}", warmup, lambda: unsettled() == (0, 0))
         measurement.settling_s.append(settling.total_s)
-        if unsettled() == before:  # no generation has the steps that it needs
-            break
+        if (unsettled(), loaded.settling_steps()) == (before, settling_steps):
+            break  # generations lack the steps that it takes
     for number in range(loops):
         between_loops()
         loop, measurement.output_ids = generate(f"loop {number + 1} of {loops}", warmup + number)

@@ -181,11 +181,11 @@ class DraftLength:
         return np.array(expected_tokens(acceptance, self.most)) / (pass_s + counts * min(self.token_s, default=0.0))
 
     def observe(
-        self, count: int, proposed: int, gained: int, width: int, draft_s: float, pass_s: float, is_usual: bool = True
+        self, count: int, proposed: int, gained: int, width: int, draft_s: float, pass_s: float, is_timed: bool = True
     ) -> None:
         """Note a pass of `width` tokens with `proposed` proposals of `count` that were asked for. It gave each sequence at least `gained`
-        tokens. If it was not as usual, its times do not count."""
-        if is_usual:
+        tokens. Without `is_timed` its times do not count."""
+        if is_timed:
             if self.untried and count == self.untried[0] and (proposed or not count):
                 self.untried.pop(0)
             self.pass_s.setdefault(width, deque(maxlen=LATEST)).append(pass_s)
@@ -320,7 +320,7 @@ def generate_speculatively(
     while not ended and ranks.maximum([float(min(map(len, texts)) < end)])[0]:
         shortest = min(map(len, texts))
         cached, draft_len = shortest - 1, speculation.next_len()
-        draft_s, graph_trials = speculation.draft_s, _graph_trials(loaded)
+        draft_s, settling_steps = speculation.draft_s, _settling_steps(loaded)
         most = max(1, min(draft_len + 1, end - 1 - cached))
         known = [text[cached:][:most] for text in texts]
         counts = [most - len(each) for each in known]
@@ -350,15 +350,15 @@ def generate_speculatively(
                 width=width,
                 draft_s=spent_s,
                 pass_s=pass_s,
-                is_usual=_graph_trials(loaded) == graph_trials,
+                is_timed=_settling_steps(loaded) == settling_steps,
             )
         ended = after_pass(min(map(len, texts)) - prompt_len)
     shortest = min(map(len, texts))
     return torch.tensor([text[prompt_len:shortest] for text in texts], device=loaded.device)
 
 
-def _graph_trials(loaded: LoadedModel) -> int:
-    return loaded.graph_trials() + (0 if loaded.draft is None else loaded.draft.graph_trials())
+def _settling_steps(loaded: LoadedModel) -> int:
+    return loaded.settling_steps() + (0 if loaded.draft is None else loaded.draft.settling_steps())
 
 
 def _span(loaded: LoadedModel, name: str) -> AbstractContextManager[Any]:

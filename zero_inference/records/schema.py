@@ -228,7 +228,7 @@ class Measured(Part):
     cold_total_s: float | None = required("s", "total latency of the first warm-up loop; null without one")
     warmup_total_s: list[float] = key("s", "total latency of each warm-up loop")
     warmed_up: bool | None = key("", "whether the warm-up loops had converged; null without --warmup-spread")
-    settling_s: list[float] = key("s", "total latency of each generation in which the engine still adjusted itself")
+    settling_s: list[float] = key("s", "total latency of each generation before engine and draft length had settled")
     loops: list[Loop] = required("", "every measured loop")
     spread: DecodeSpread = inline()
     prefill_latency_s: float = required("s", "time to first token, including its selection; median over loops")

@@ -242,7 +242,7 @@ def graph_in_words(graph: DecodeGraph | None, on_gpu: bool, step: str = "decode 
     if graph is None or not graph.tried:
         return None
     if graph.unused_because is not None:
-        return f"each {step} is launched kernel by kernel: {graph.unused_because}"
+        return f"each {step} is computed eagerly: {graph.unused_because}"
     graph_ms, launched_ms = (three_digits(1e3 * (seconds or 0)) for seconds in (graph.graph_s, graph.launched_s))
     if not on_gpu:
         return f"no CUDA graph without a GPU: a {step} in its graph form took {graph_ms} ms, as usual {launched_ms} ms"

@@ -101,7 +101,7 @@ class StepGraph:
         tokens: tokens per sequence of the calls that it replays. It captures a step with the most of them; calls with fewer are padded.
 
     Attributes:
-        trials: steps in which a graph was captured or verified, which take longer than others.
+        settling_steps: eager steps before a capture, and those in which a graph was captured or verified.
     """
 
     def __init__(self, job: Job, prefetcher: Prefetcher, tokens: range, report: Callable[[DecodeGraph], None]):
@@ -122,8 +122,8 @@ class StepGraph:
         self.batch = 0  # sequences of that step
         self.placement = prefetcher.placement  # during that step
         self.given_up = False
-        self.trials = 0
-        self.free_slots: Callable[[], None] = lambda: None
+        self.settling_steps = 0
+        self.free_slots: Callable[[], None] = contextlib.ExitStack().close
         self.inputs: StepInputs | None = None
         self.captured: CapturedStep | None = None
         self.captured_calls: CapturedCalls | None = None
@@ -146,13 +146,11 @@ class StepGraph:
         if not self.given_up:
             self._give_up("modules were wrapped, replaced or hooked")
 
-    def steps_to_settle(self) -> int:
-        """Return the decode steps until the graph is verified; 0 if it is, will not be, or before the first step."""
-        if self.given_up or self.cache is None or (self.verified and self.placement is self.prefetcher.placement):
-            return 0
-        if self.placement is not self.prefetcher.placement:
-            return 3
-        return 2 if self.captured is None else 1
+    @property
+    def is_settled(self) -> bool:
+        """Whether the graph is verified or will not be; true before the first step."""
+        is_current = self.verified and self.placement is self.prefetcher.placement
+        return self.given_up or self.cache is None or is_current
 
     def _forward(self, *args: Any, **call: Any) -> Any:
         config = self.model.config
@@ -166,10 +164,11 @@ class StepGraph:
         if is_other or self.placement is not self.prefetcher.placement:  # another block is streamed, or one less
             self._release()
             self.cache, self.batch, self.placement = cache, batch, self.prefetcher.placement
-            return self.original_forward(**call)  # libraries take their memory
+            self.settling_steps += 1
+            return self.original_forward(**call)  # cuBLAS and others allocate workspaces, which a capture cannot
         if self.verified:
             return self._replay(call)
-        self.trials += 1
+        self.settling_steps += 1
         if self.captured is not None:
             return self._verify(call)
         self._capture(call)
@@ -206,6 +205,7 @@ class StepGraph:
             cache.advance(start - cache.get_seq_length())
             self._give_up(f"it could not be verified ({first_line(error)})")
             return self.original_forward(**call)
+        del output, of_graph, eager  # logits of all tokens
         eager_s, output = timed(lambda: self.original_forward(**call))
         self.prefetcher.rebalancer.passes = 0
         eager_s = min(eager_s, masked_s)
@@ -215,9 +215,10 @@ class StepGraph:
         if not difference <= self.max_difference:
             self._give_up(f"a graph's results differ by {difference:.1e}", **measured)
         elif graph_s > eager_s * (MAX_SLOWDOWN if one_token else MAX_PADDED_SHARE) and not self.always:
-            slower = "a graph is slower"
-            padded = f"a graph takes {graph_s / eager_s:.0%} of the time, more than {MAX_PADDED_SHARE:.0%}"
-            self._give_up(slower if one_token else padded, **measured)
+            padded = (
+                f"a padded graph takes {graph_s / eager_s:.0%} of an eager pass, the limit is {MAX_PADDED_SHARE:.0%}"
+            )
+            self._give_up("a graph is slower" if one_token else padded, **measured)
         else:
             self.verified = True
             self.report(DecodeGraph(unused_because=None, graphs=self.captured.graphs, tried=True, **measured))
@@ -271,7 +272,6 @@ class StepGraph:
         self.inputs = self.captured = self.captured_calls = None
         self.verified = False
         self.free_slots()
-        self.free_slots = lambda: None
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -478,7 +478,7 @@ def replayed_tokens(job: Job) -> dict[str, range]:
 
 
 def is_decode_step(call: dict[str, Any], tokens: range) -> bool:
-    """Return whether a call computes a number of `tokens` for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
+    """Return whether a call has a token count in `tokens` for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
     ids, cache, positions = call.get("input_ids"), call.get("past_key_values"), call.get("position_ids")
     if not (torch.is_tensor(ids) and ids.dim() == 2 and ids.shape[1] in tokens and isinstance(cache, DeviceKVCache)):
         return False

@@ -46,7 +46,7 @@ from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.timing import Transfers
 
-TOO_SHORT = "there were too few such steps to try a graph"
+TOO_SHORT = "there were too few such steps to capture and verify one"
 
 __all__ = ["check", "load", "plan"]  # the engine protocol of engines/base.py
 
@@ -106,8 +106,9 @@ def load(
         close = closing.pop_all().close  # nothing fails afterwards
 
     def steps_to_settle() -> int:
-        of_graphs = max((graph.steps_to_settle() for graph in graphs), default=0)
-        return of_graphs or prefetcher.rebalancer.steps_to_settle()  # which follows the verification of a graph
+        if not all(graph.is_settled for graph in graphs):
+            return 1  # the next one is captured or verified
+        return prefetcher.rebalancer.steps_to_settle()  # which follows the verification of a graph
 
     def modules_changed(modules: set[nn.Module]) -> None:
         prefetcher.modules_changed(modules)
@@ -129,7 +130,7 @@ def load(
         cpu_attention=cpu_attention,
         pinned_memory=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
-        graph_trials=lambda: sum(graph.trials for graph in graphs),
+        settling_steps=lambda: prefetcher.rebalancer.measurements + sum(graph.settling_steps for graph in graphs),
         modules_changed=modules_changed,
         weights=weights,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in plan.stored],

@@ -104,7 +104,7 @@ class StreamPlan(EnginePlan):
     def min_free_bytes_on(self, device: int) -> int:
         if not self.peak_bytes_on(device):
             return 0
-        activations = int((1 + FRAGMENTED_SHARE) * self.job.activation_bytes)
+        activations = _activation_bytes(self.job, self.placement.graphs)
         cache = self.job.cache_bytes_on(self.cache_share_on(device))
         return self.weight_bytes_on(device) + cache + activations + RESERVE_BYTES
 
@@ -455,6 +455,10 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     return job.on_gpu and job.step_tokens > FUSED_ROWS and any(in_groups)
 
 
+def _activation_bytes(job: Job, graphs: bool) -> int:
+    return int((1 + FRAGMENTED_SHARE) * job.activation_bytes) + (job.pass_graph_bytes if graphs else 0)
+
+
 def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
     """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the devices."""
     config = job.config
@@ -468,7 +472,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
-        activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes)
+        activations = _activation_bytes(job, graphs)
         devices = range(len(job.devices))
 
         def left_bytes(device: int, cache_share: CacheShare) -> int | None:

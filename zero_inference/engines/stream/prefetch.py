@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -170,15 +171,12 @@ class Prefetcher:
             ring.begin_pass(self.placement.on(device, order), self.placement.on(device, next_order))
 
     def fix_slots(self) -> Callable[[], None]:
-        """Fix the slot of each block for passes like the one that has begun, until the result is called: a CUDA graph reads weights at
-        fixed addresses."""
-        fixed = [ring.fix_slots() for ring in self.rings.values()]
-
-        def free() -> None:
-            for free_of_ring in fixed:
-                free_of_ring()
-
-        return free
+        """Fix the slot of each block for passes like the one that has begun: a CUDA graph reads weights at fixed addresses. Return a
+        function that ends this."""
+        fixed = ExitStack()
+        for ring in self.rings.values():
+            fixed.callback(ring.fix_slots())
+        return fixed.close
 
     def _cpu_blocks_in(self, kind: PassKind | None) -> frozenset[int]:
         if kind is PassKind.DECODE:

@@ -72,7 +72,7 @@ class RingBuffer:
         self.requested_early: set[int] = set()  # blocks of `copy_order` after `position` that are pending already
         # blocks of a captured pass -> block -> its slot: a graph reads fixed addresses
         self.fixed_slots: dict[tuple[int, ...], dict[int, int]] = {}
-        self.graphs: Counter[tuple[int, ...]] = Counter()  # that need these slots
+        self.captures: Counter[tuple[int, ...]] = Counter()  # by order: captured graphs that use these slots
 
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
@@ -80,18 +80,18 @@ class RingBuffer:
         self._request_all()
 
     def fix_slots(self) -> Callable[[], None]:
-        """Assign a slot to each block of the pass that has begun, for it and all later passes with the same blocks, until the result is
-        called."""
+        """Assign a slot to each block of the pass that has begun, for it and all later passes with the same blocks. Return a function that
+        ends this."""
         order = self.pass_order
         slots = slots_in_use(len(order), len(self.slots))
         self.fixed_slots[order] = {block: index % slots for index, block in enumerate(order)}
-        self.graphs[order] += 1
+        self.captures[order] += 1
         self.begin_pass(order, self.next_copy_order)  # drops copies into other slots
 
         def free() -> None:
-            self.graphs[order] -= 1
-            if not self.graphs[order]:
-                del self.fixed_slots[order], self.graphs[order]
+            self.captures[order] -= 1
+            if not self.captures[order]:
+                del self.fixed_slots[order], self.captures[order]
 
         return free
 
