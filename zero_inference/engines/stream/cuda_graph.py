@@ -148,7 +148,7 @@ class StepGraph:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no capture or verification is due; true before the first step."""
+        """Return whether no capture or verification is due; true before the first step."""
         is_current = self.verified and self.placement is self.prefetcher.placement
         return self.given_up or self.cache is None or is_current
 
