@@ -60,18 +60,13 @@ class AssumedAcceptance(Speculation):
     offered: int = 0
     random: Random = field(default_factory=lambda: Random(0))
 
-    def accept(self, proposals: Sequence[int], predicted: Sequence[int]) -> list[int]:
+    def count_accepted(self, proposals: Sequence[int], predicted: Sequence[int]) -> int:
         before = int(self.offered * self.share)
         self.offered += len(proposals)
         if self.length is None:
-            accepted = min(len(proposals), int(self.offered * self.share) - before)
-        else:
-            draws = (self.random.random() for _ in proposals)
-            accepted = next((count for count, draw in enumerate(draws) if draw >= self.share), len(proposals))
-        for position in range(len(proposals)):
-            self.proposed[position] += 1
-            self.accepted[position] += position < accepted
-        return [*proposals[:accepted], predicted[accepted]]
+            return min(len(proposals), int(self.offered * self.share) - before)
+        draws = (self.random.random() for _ in proposals)
+        return next((count for count, draw in enumerate(draws) if draw >= self.share), len(proposals))
 
 
 def main() -> int:

@@ -371,7 +371,7 @@ class EnginePlan:
         if self.preallocated_cache or job.config.kv_offload or job.config.speculate:
             cpu_attention = job.config.kv_offload and not self.copies_kv
             cache = math.ceil(share.state * job.state_bytes()) if cpu_attention else job.cache_bytes_on(share)
-            return weights + workspace + cache + job.activation_bytes
+            return weights + workspace + cache + job.activation_bytes + self.graph_bytes
         logits = job.rank_batch * logits_bytes(job.spec)
         # a layer's keys (or values) exist twice while a growing cache is copied
         last_step = weights + job.cache_bytes_on(share) + max(job.largest_layer_kv_bytes // 2, logits)
@@ -485,6 +485,11 @@ class EnginePlan:
         return 0
 
     @property
+    def graph_bytes(self) -> int:
+        """Memory that CUDA graphs keep on each device."""
+        return 0
+
+    @property
     def copied_kv_layers(self) -> int:
         """Layers whose KV cache is copied over the link in each step."""
         copied = self.job.on_gpu and self.job.config.kv_offload and self.copies_kv
@@ -546,7 +551,7 @@ class LoadedModel:
         pinned_memory: uint8 [bytes] each, pinned host memory that this rank's device copies weights from.
         steps_to_settle: returns the decode steps of a generation until the engine next changes how it runs them, equal on all ranks; 0 when
             settled.
-        settling_steps: returns the steps so far in which that changed or was tried; they take longer than others.
+        settling_steps: returns how many steps so far prepared, captured or verified a graph or rebalanced; they take longer than others.
         modules_changed: gets modules whose children were replaced or that have foreign hooks: the engine then calls each module inside.
         writable: parameters that stay in place, so that a model may write them, as RWKV does; empty with the engine resident: all.
     """

@@ -108,16 +108,24 @@ class StepMasks:
     Attributes:
         windows: kind of layer -> window in positions, 0: all.
         by_window: [B, 1, tokens, positions of the cache] each, in the model's dtype.
+        shifted: the same for any number of cached positions, [tokens, 2 * positions]: a mask is as many columns of it.
     """
 
     windows: Mapping[str, int]
     by_window: Mapping[int, Tensor]
+    shifted: Mapping[int, Tensor]
 
     @classmethod
     def like(cls, ids: Tensor, length: int, dtype: torch.dtype, windows: Mapping[str, int]) -> StepMasks:
         shape = ids.shape[0], 1, ids.shape[1], length
         masks = {each: torch.empty(shape, dtype=dtype, device=ids.device) for each in set(windows.values())}
-        return cls(windows, masks)
+        columns = torch.arange(-length, length, device=ids.device)
+        after_own = columns - torch.arange(ids.shape[1], device=ids.device)[:, None]  # positions after the token's own
+        shifted = {}
+        for window in masks:
+            hidden = (after_own > 0) | (after_own <= -window) if window else after_own > 0
+            shifted[window] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+        return cls(windows, masks, shifted)
 
     @property
     def argument(self) -> Tensor | dict[str, Tensor]:
@@ -131,13 +139,10 @@ class StepMasks:
         [B, positions] (None: all) excludes them."""
         hidden = None if given is None else given[:, None, None] == 0
         for window, mask in self.by_window.items():
-            least = torch.finfo(mask.dtype).min
-            visible = mask.new_ones(mask.shape[2:], dtype=torch.bool).tril_(cached)
-            if window:
-                visible.triu_(cached + 1 - window)
-            mask.fill_(least).masked_fill_(visible, 0)
+            length = mask.shape[3]
+            mask.copy_(self.shifted[window][:, length - cached : 2 * length - cached])
             if hidden is not None:
-                mask[..., : hidden.shape[3]].masked_fill_(hidden, least)
+                mask[..., : hidden.shape[3]].masked_fill_(hidden, torch.finfo(mask.dtype).min)
 
 
 def has_keys(layer: Any) -> bool:

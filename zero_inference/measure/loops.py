@@ -108,19 +108,18 @@ def measure_loops(
         )
         return loop, generated
 
-    for number in range(warmup):
-        measurement.warmup_s.append(generate(f"warm-up {number + 1} of {warmup}", number)[0].total_s)
-        if warmup_spread is not None:  # the times are those of all ranks, so all end together
-            measurement.warmed_up = is_steady(measurement.warmup_s, warmup_spread)
-            if measurement.warmed_up:
-                break
-
     def unsettled() -> tuple[int, int]:
         """Return steps until the engine has settled, and lengths of proposals to try; alike on all ranks."""
         length = None if speculation is None else speculation.length
         untried = 0 if length is None else int(ranks.maximum([float(len(length.untried))])[0])
         return loaded.steps_to_settle(), untried
 
+    for number in range(warmup):
+        measurement.warmup_s.append(generate(f"warm-up {number + 1} of {warmup}", number)[0].total_s)
+        if warmup_spread is not None:  # the times are those of all ranks, so all end together
+            measurement.warmed_up = is_steady(measurement.warmup_s, warmup_spread)
+            if measurement.warmed_up:
+                break
     for number in range(MAX_SETTLING if warmup else 0):
         before, settling_steps = unsettled(), loaded.settling_steps()
         if before == (0, 0) or before[0] >= gen_len:

@@ -255,13 +255,15 @@ class Speculation:
     def accept(self, proposals: Sequence[int], predicted: Sequence[int]) -> list[int]:
         """Return the tokens that follow a text: accepted `proposals`, and the first token that the model `predicted` instead or after
         them. `predicted[i]` follows the text and i proposals."""
-        accepted = 0
-        while accepted < len(proposals) and proposals[accepted] == predicted[accepted]:
-            accepted += 1
+        accepted = self.count_accepted(proposals, predicted)
         for position in range(len(proposals)):
             self.proposed[position] += 1
             self.accepted[position] += position < accepted
         return [*proposals[:accepted], predicted[accepted]]
+
+    def count_accepted(self, proposals: Sequence[int], predicted: Sequence[int]) -> int:
+        pairs = enumerate(zip(proposals, predicted))
+        return next((position for position, (one, other) in pairs if one != other), len(proposals))
 
     def use(self, ranks: Ranks, tokens: int) -> SpeculationUse:
         """Return the sums over all ranks, which call it together, for the record; `tokens`: decoded by each sequence."""
@@ -341,14 +343,12 @@ def generate_speculatively(
                 text += speculation.accept(proposed, predicted[before - 1 :])
         cache.crop(min(map(len, texts)) - 1 - cached - width)
         if speculation.length is not None:
-            gained, steps = min(map(len, texts)) - shortest, max(map(len, proposals))
-            spent_s = speculation.draft_s - draft_s
             speculation.length.observe(
                 draft_len,
-                proposed=steps,
-                gained=gained,
+                proposed=max(map(len, proposals)),
+                gained=min(map(len, texts)) - shortest,
                 width=width,
-                draft_s=spent_s,
+                draft_s=speculation.draft_s - draft_s,
                 pass_s=pass_s,
                 is_timed=_settling_steps(loaded) == settling_steps,
             )

@@ -46,7 +46,7 @@ from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.timing import Transfers
 
-TOO_SHORT = "there were too few such steps to capture and verify one"
+TOO_FEW_STEPS = "too few steps to capture and verify a graph"
 
 __all__ = ["check", "load", "plan"]  # the engine protocol of engines/base.py
 
@@ -205,7 +205,7 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
         }
     }
     if plan.job.config.decode_graph != "off":
-        outcome = DecodeGraph(unused_because=plan.no_graph or TOO_SHORT)
+        outcome = DecodeGraph(unused_because=plan.no_graph or TOO_FEW_STEPS)
         facts["stream"] |= dict.fromkeys(replayed_tokens(plan.job), outcome)
     return facts if placement.format is None else facts | _quantized_share(plan, model)
 

@@ -104,9 +104,13 @@ class StreamPlan(EnginePlan):
     def min_free_bytes_on(self, device: int) -> int:
         if not self.peak_bytes_on(device):
             return 0
-        activations = _activation_bytes(self.job, self.placement.graphs)
+        activations = int((1 + FRAGMENTED_SHARE) * self.job.activation_bytes) + self.graph_bytes
         cache = self.job.cache_bytes_on(self.cache_share_on(device))
         return self.weight_bytes_on(device) + cache + activations + RESERVE_BYTES
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.job.pass_graph_bytes if self.placement.graphs else 0
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
         scheme, transposed = self.scheme, False
@@ -455,10 +459,6 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     return job.on_gpu and job.step_tokens > FUSED_ROWS and any(in_groups)
 
 
-def _activation_bytes(job: Job, graphs: bool) -> int:
-    return int((1 + FRAGMENTED_SHARE) * job.activation_bytes) + (job.pass_graph_bytes if graphs else 0)
-
-
 def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
     """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the devices."""
     config = job.config
@@ -472,7 +472,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
-        activations = _activation_bytes(job, graphs)
+        activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes) + (job.pass_graph_bytes if graphs else 0)
         devices = range(len(job.devices))
 
         def left_bytes(device: int, cache_share: CacheShare) -> int | None:
