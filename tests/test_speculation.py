@@ -659,7 +659,7 @@ def test_a_plan_leaves_device_memory_for_the_draft_and_counts_the_tokens_of_a_pa
     assert make_plan(own.job).engine_plan.footprint == own.engine_plan.footprint  # the draft is subtracted once
     in_8_bits = make_plan(replace(own.job, config=replace(own.job.config, quant_bits=8), free_by_device=(14 << 30,)))
     placement, shared = in_8_bits.engine_plan.placement, in_8_bits.draft.engine_plan.shared_layers
-    assert 1 < shared == placement.layers - placement.host_layers < 40  # which the draft reads in 8 bits
+    assert 1 < shared == placement.layers - placement.offloaded_layers < 40  # which the draft reads in 8 bits
     assert draft_bytes(in_8_bits.draft, in_8_bits.job.config) == pytest.approx((1 - shared / 40) * taken, rel=0.05)
     assert in_8_bits.needs[0].fits
     too_large = replace(own.job.config, model="llama-2-70b")

@@ -218,9 +218,11 @@ def _measure(
 def _note_plan(plan: Plan, files: RunLog) -> None:
     """Note in the request where the weights will be and how many GPUs take part, and name the log after that. Raises UsageError."""
     job, engine_plan = plan.job, plan.engine_plan
-    # with --disk-offload, each weight may be smaller than what the engine writes to disk
-    in_memory = job.config.disk_offload and not engine_plan.footprint.disk
-    place = "cpu" if in_memory else weights_place(job.config, job.ranks)
+    place = weights_place(job.config, job.ranks)
+    if engine_plan.disk_bytes:
+        place = "disk"  # also where nobody asked for it: host memory is too small
+    elif place == "disk":
+        place = "cpu"  # each weight is smaller than what the engine writes to disk
     found = {"pin_memory": engine_plan.pinned, "num_gpus": job.num_gpus if job.on_gpu else 0, "weights_place": place}
     files.move(log_path(job.config, job.ranks, job.num_gpus, place), files.request.model_copy(update=found))
 

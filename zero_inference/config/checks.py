@@ -65,8 +65,6 @@ def _in_engine(config: Options) -> Iterator[str]:
     engine = config.engine
     if config.cpu_offload and config.disk_offload:
         yield "--cpu-offload and --disk-offload were both given; weights are in one place: keep one of the two."
-    if engine == "stream" and config.disk_offload:
-        yield "--engine stream keeps weights in host memory: drop --disk-offload, or use --engine deepspeed."
     if engine == "resident" and config.offload != "gpu":
         yield "--engine resident keeps every weight on the device: drop the offload, or use --engine deepspeed."
     if engine == "accelerate" and config.offload == "gpu":
@@ -90,7 +88,7 @@ def _in_needs(config: Options) -> Iterator[str]:
     needs += [
         ("draft_bits", f"--speculate {SELF} or a model", model_draft),
         ("draft_memory", f"--speculate {SELF} or a model", model_draft),
-        ("offload_dir", "--disk-offload", config.disk_offload or "engine" in config.auto),
+        ("offload_dir", "--disk-offload", config.disk_offload or "engine" in config.auto or config.engine == "stream"),
         ("chat", "--prompt or --prompts", config.prompt or config.prompts),
         ("quant_group_size", "--quant-bits 8 or 4", quantized),
         ("goal", "--engine auto, --quant-bits auto or --batch-size auto", config.auto),

@@ -215,8 +215,10 @@ class Options:
         engines=MULTI_GPU_ENGINES,
     )
     cpu_offload: bool = _engine(False, "keep the weights in host memory")
-    disk_offload: bool = _engine(False, "keep the weights on NVMe, in --offload-dir")
-    offload_dir: str = _engine("~/offload_dir", "folder for the weights of --disk-offload", metavar="DIR", path="home")
+    disk_offload: bool = _engine(
+        False, "keep the weights on NVMe, in --offload-dir; with --engine stream those that exceed --gpu-memory and --host-memory"
+    )
+    offload_dir: str = _engine("~/offload_dir", "folder for weights on NVMe", metavar="DIR", path="home")
     use_gds: bool = _engine(
         False, "read NVMe through GPUDirect Storage", engines=("deepspeed",), needs=("disk_offload",)
     )
@@ -251,6 +253,15 @@ class Options:
         kind="size",
         metavar="SIZE",
         default_help="what is free",
+        least=0,
+        most=MAX_GIB,
+    )
+    host_memory: float | None = _stream(
+        None,
+        f"host memory for weights, and for slots that others are read into from NVMe (--offload-dir); {SIZE_HELP}",
+        kind="size",
+        metavar="SIZE",
+        default_help="what is free; with --disk-offload 0",
         least=0,
         most=MAX_GIB,
     )
@@ -389,7 +400,7 @@ class Options:
 
     @property
     def offload(self) -> str:
-        """Where the weights are stored: 'cpu', 'disk' or 'gpu' (the device). The stream engine implies cpu_offload."""
+        """Where the weights are stored: 'cpu', 'disk' or 'gpu' (the device). The stream engine implies cpu_offload, but for disk_offload."""
         return "cpu" if self.cpu_offload else "disk" if self.disk_offload else "gpu"
 
     def as_dict(self) -> dict[str, Any]:

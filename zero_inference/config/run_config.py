@@ -40,7 +40,7 @@ class RunConfig(Options):
         read = {name: OPTIONS[name].read(value, auto=False) for name, value in given.items() if value is not None}
         config = replace(self, **read)
         checks.check(config)
-        return replace(config, cpu_offload=True) if config.engine == "stream" else config
+        return replace(config, cpu_offload=True) if config.engine == "stream" and not config.disk_offload else config
 
 
 def make_config(given: Mapping[str, Any]) -> RunConfig:

@@ -111,6 +111,7 @@ def measure_rates(
     link: LinkMonitor,
     weight_bytes: int,
     cpu_backend: CpuBackendUse | None = None,
+    reads_disk: bool = False,
 ) -> Rates:
     """Measure the rates, in about a second on a GPU, a quarter without one, and longer for a disk. Those of the CPU are the plan's.
 
@@ -133,7 +134,7 @@ def measure_rates(
         matmul_tflops=_of_fastest(
             link.devices, lambda device: matmul_tflops(device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
         ),
-        disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
+        disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if reads_disk else None,
         link_beside_cores_gb_per_s=None if cpu_backend is None else cpu_backend.link_gb_per_s,
         cores_gb_per_s=None if cpu_backend is None else cpu_backend.of_step_gb_per_s,
     )

@@ -165,7 +165,7 @@ def measure_run(
     """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkMonitor(ranks, loaded.pinned_memory, loaded.timeline, loaded.devices)
-    rates = measure_rates(config, job.spec, link, loaded.weight_bytes, loaded.cpu_backend)
+    rates = measure_rates(config, job.spec, link, loaded.weight_bytes, loaded.cpu_backend, bool(plan.engine_plan.disk_bytes))
     compare()
     return_free_memory()  # of the measurement
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]

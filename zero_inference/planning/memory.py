@@ -64,7 +64,7 @@ def memory_needs(plan: EnginePlan) -> list[Need]:
     if job.on_gpu:  # the driver ignores the memlock limit
         pinned_bytes = footprint.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
         needs.append(Need(PAGE_LOCKED, pinned_bytes * ranks, job.machine.available_host_bytes()))
-    if job.config.disk_offload:
+    if job.config.disk_offload or footprint.disk:
         folder = job.config.offload_path
         needs.append(Need(DISK, footprint.disk * ranks, job.machine.disk_free_bytes(folder), f"({folder})"))
     return needs

@@ -182,7 +182,7 @@ class CpuBackend:
     def __init__(self, plan: CpuPlan, job: Job, placement: Placement, store: BlockStore, transfers: Transfers):
         self.plan, self.placement, self.store = plan, placement, store
         self.dtype, self.decode_rows = job.spec.dtype, plan.decode_rows
-        self.rebalances = job.config.speculate is None
+        self.rebalances = job.config.speculate is None and not placement.on_disk  # the disk is slower than both
         self.max_rows = max(plan.decode_rows, plan.prompt_rows)
         # blocks that may be CPU-computed at any time
         self.computable = placement.cpu_computed | placement.prompt_cpu_computed

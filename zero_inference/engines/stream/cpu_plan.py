@@ -51,7 +51,8 @@ class CpuPlan:
     automatic: bool = False  # the share was planned, not given by the user
     gpus: int = 1  # whose layers the CPU computes
     instructions: str = ""  # instruction set of the products
-    link_rests: bool = False  # no weights are in host memory, so only hidden states cross the link
+    link_rests: bool = False  # no weights are offloaded, so only hidden states cross the link
+    disk_s: float = 0.0  # seconds in which a pass's blocks are read from disk; 0 where that is unknown
     prompt_rows: int = 0  # most tokens of a prompt in which the CPU multiplies, too; 0 for none
     prompt_share: float = 0.0  # as `share`, in such a prompt
     prompt_rates: ConcurrentRates | None = None
@@ -170,8 +171,9 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     rates = measured if isinstance(measured, ConcurrentRates) else None
     placement = replace(placement, decode_tokens=job.step_tokens)
     kv_bytes, kv_slowness = job.mean_kv_bytes if config.kv_offload else 0, 1.0
-    profile = None if config.pin_kv_cache else job.machine.profile()
-    if rates is not None and profile is not None and profile.pageable_link_gb_per_s:
+    profile = job.machine.profile()
+    disk_gb_per_s = None if profile is None else profile.disk_gb_per_s
+    if rates is not None and not config.pin_kv_cache and profile is not None and profile.pageable_link_gb_per_s:
         kv_slowness = rates.link_alone_gb_per_s / profile.pageable_link_gb_per_s
     plan = CpuPlan(
         cpus,
@@ -183,7 +185,8 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         kv_slowness=kv_slowness,
         gpus=job.num_gpus,
         instructions=job.machine.instructions(),
-        link_rests=not placement.host_bytes,
+        link_rests=not placement.offloaded,
+        disk_s=placement.disk_bytes / (disk_gb_per_s * 1e9) if disk_gb_per_s else 0.0,
     )
 
     def with_fetched_experts(placed: Placement) -> Placement:
@@ -322,8 +325,8 @@ def best_split(placement: Placement, plan: CpuPlan) -> Split:
     """
     rates, not_attending = plan.rates, replace(plan, attends=False)
     # without the CPU, resident layers use the memory of the expert cache
-    sent = placement.host_bytes - sum(placement.expert_budgets) + not_attending.carried_bytes
-    alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
+    sent = placement.nbytes_of(placement.offloaded) - sum(placement.expert_budgets) + not_attending.carried_bytes
+    alone = Split(0.0, 0.0, False, max(plan.disk_s, sent / (rates.link_alone_gb_per_s * 1e9)))
     found = []
     for each in [not_attending, plan] if plan.attends else [plan]:
         hand_offs_s = sum(_hand_offs_s(placement.with_cpu_shares(1.0, 1.0), rates).values())
@@ -331,7 +334,7 @@ def best_split(placement: Placement, plan: CpuPlan) -> Split:
             split, hand_offs_s = _balanced(placement, each, hand_offs_s)
             found.append(split)
     best = min(found, key=lambda split: split.step_s)
-    return best if alone.step_s >= MIN_GAIN * best.step_s else alone
+    return best if alone.step_s >= MIN_GAIN * max(plan.disk_s, best.step_s) else alone
 
 
 def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]:
@@ -406,7 +409,7 @@ def _balanced(placement: Placement, plan: CpuPlan, hand_offs_s: float) -> tuple[
     experts_bytes, experts_read_bytes = placement.nbytes_of(experts), sum(map(placement.read_bytes, experts))
     others_bytes = placement.host_bytes - experts_bytes
     most_of_others = (placement.nbytes_of(placement.computable) - experts_bytes) / others_bytes if others_bytes else 0.0
-    sent_s = (placement.host_bytes + plan.carried_bytes) / link  # if the CPU computes nothing
+    sent_s = (placement.nbytes_of(placement.offloaded) + plan.carried_bytes) / link  # if the CPU computes nothing
     resident_bytes = sum(map(placement.read_bytes, placement.resident))
     cpu_s = hand_offs_s + resident_bytes / (rates.device_gb_per_s * 1e9)
     cpu_s += plan.attention_s + plan.hand_offs_of_attention_s(placement)

@@ -28,9 +28,11 @@ import torch
 from torch import nn
 
 from zero_inference.engines.base import LoadedModel, LoadProgress
+from zero_inference.engines.offload_folder import check_offload_folder
 from zero_inference.engines.stream.cpu import CpuBackend
 from zero_inference.engines.stream.cuda_graph import StepGraph, replayed_tokens
 from zero_inference.engines.stream.devices import device_by_name, move_buffers
+from zero_inference.engines.stream.disk import DiskBlocks
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan, shared_blocks
@@ -42,6 +44,7 @@ from zero_inference.kv_cache.device import PreallocatedCache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import Keep, load_weights
 from zero_inference.records.schema import DecodeGraph
+from zero_inference.utils.direct_io import DirectIO
 from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.timing import Transfers
@@ -52,7 +55,9 @@ __all__ = ["check", "load", "plan"]  # the engine protocol of engines/base.py
 
 
 def check(plan: StreamPlan) -> None:
-    pass  # it needs nothing beyond what every engine needs
+    """Raise UsageError if the offload folder cannot be used or has too little space."""
+    if plan.footprint.disk and not plan.job.config.dry_run:  # a dry run prints the space instead
+        check_offload_folder(plan.job.config.offload_path, plan.footprint.disk)
 
 
 def load(
@@ -66,13 +71,20 @@ def load(
     shared = None if target is None else target.weights
     same = shared_blocks(job, placement.blocks)
     buffers = {} if shared is None else {own: shared.store.buffers[theirs] for own, theirs in same.items()}
-    store = BlockStore(layouts, devices, placement.resident, plan.pinned, buffers)
     prefix, layers = decoder_layers(model)
-    weights = _WeightLoader(plan, store, shared)
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
+        disk = None
+        if placement.on_disk:
+            sizes = {block: layouts[block].nbytes for block in sorted(placement.on_disk)}
+            disk = DiskBlocks(job.config.offload_path, {}, sizes, DirectIO())
+            closing.callback(disk.close)
+        store = BlockStore(layouts, devices, placement.resident, plan.pinned, buffers, disk)
+        weights = _WeightLoader(plan, store, shared)
         closing.callback(weights.close)
         keep = Keep(plan.kept, weights.adopt_stored)
         load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress, keep)
+        if disk is not None:
+            disk.finish()
         # more than was planned where a checkpoint unties what config.json ties
         outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
         if shared is None:
@@ -188,8 +200,8 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     placement, slots = plan.placement, plan.placement.expert_slots
     facts: dict[str, Any] = {
         "stream": {
-            "resident_layers": placement.layers - placement.host_layers,
-            "streamed_layers": placement.host_layers,
+            "resident_layers": placement.layers - placement.offloaded_layers,
+            "streamed_layers": placement.offloaded_layers,
             "ring_depth": placement.ring_depth,
             "slot_bytes": placement.slot_bytes,
             "resident_bytes": placement.resident_bytes,

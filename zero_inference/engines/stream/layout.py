@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from zero_inference.cpu.products import quantize
+from zero_inference.engines.stream.disk import DiskBlocks
 from zero_inference.errors import RunError
 from zero_inference.kernels.formats import TENSORS, QuantizedWeight, WeightFormat
 from zero_inference.kernels.products import ALIGNMENT
@@ -178,6 +179,7 @@ class BlockStore:
         devices: of each block.
         resident: indices of resident blocks.
         shared: buffers of blocks that another store has filled.
+        disk: the blocks on disk, which have no buffer; those that it writes are written as soon as they are complete.
     """
 
     def __init__(
@@ -187,7 +189,10 @@ class BlockStore:
         resident: Collection[int],
         pinned: bool,
         shared: Mapping[int, torch.Tensor],
+        disk: DiskBlocks | None = None,
     ):
+        self.disk = disk
+        self.unwritten: dict[int, tuple[torch.Tensor, int]] = {}  # blocks on disk: buffer, parameters that are missing in it
         self.layouts, self.devices, self.resident, self.pinned = layouts, devices, set(resident), pinned
         self.shared = frozenset(shared)
         self.buffers = {  # block -> uint8 [nbytes]
@@ -217,10 +222,20 @@ class BlockStore:
         self._copy(block, stored, weight.tensors.values())
 
     def _copy(self, block: int, stored: StoredParameter, tensors: Iterable[torch.Tensor]) -> None:
-        if block not in self.buffers:
-            self.buffers[block] = host_empty((self.layouts[block].nbytes,), torch.uint8, self.pinned)
+        layout, on_disk = self.layouts[block], self.disk is not None and block in self.disk.written
+        if on_disk and block not in self.unwritten:
+            self.unwritten[block] = self.disk.empty_buffer(block), len(layout.parameters)
+        elif not on_disk and block not in self.buffers:
+            self.buffers[block] = host_empty((layout.nbytes,), torch.uint8, self.pinned)
+        buffer = self.unwritten[block][0] if on_disk else self.buffers[block]
         for span, tensor in zip(stored.pieces, tensors, strict=True):
-            span.of(self.buffers[block]).copy_(tensor.reshape(span.shape))
+            span.of(buffer).copy_(tensor.reshape(span.shape))
+        if on_disk:
+            buffer, missing = self.unwritten.pop(block)
+            if missing > 1:
+                self.unwritten[block] = buffer, missing - 1
+            else:
+                self.disk.write(block, buffer)
 
     def close(self) -> None:
         self.buffers.clear()

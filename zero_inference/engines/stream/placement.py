@@ -16,10 +16,12 @@ from itertools import accumulate, pairwise
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.disk import DISK_SLOTS
 from zero_inference.engines.stream.layout import aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
 from zero_inference.kernels.formats import WeightFormat
+from zero_inference.utils.direct_io import ALIGNMENT
 from zero_inference.utils.format import format_bytes
 
 GIB = 1 << 30
@@ -51,10 +53,11 @@ class Placement:
 
     blocks: Sequence[Block]
     resident: list[int]  # in order
-    in_host_memory: list[int]  # all others
-    ring_depth: int  # slots of the ring buffer of a device, 0 if nothing is in host memory; see `slots_on`
+    offloaded: list[int]  # all others, in order
+    ring_depth: int  # slots of the ring buffer of a device, 0 if nothing is offloaded; see `slots_on`
     outside_bytes: int  # parameters that are in no block, on the first device
     layer_devices: Sequence[int] = ()  # the device of each layer; empty: all are on the first one
+    on_disk: frozenset[int] = frozenset()  # those of the offloaded blocks that are not in host memory
     cpu_computed: frozenset[int] = frozenset()  # blocks in host memory that the CPU multiplies in a decode pass
     decode_tokens: int = 1  # tokens of a decode pass
     prompt_cpu_computed: frozenset[int] = frozenset()  # the same in the pass of a short prompt
@@ -89,8 +92,12 @@ class Placement:
         return [block for block in blocks if devices[block] == device]
 
     @property
+    def in_host_memory(self) -> list[int]:
+        return [block for block in self.offloaded if block not in self.on_disk]
+
+    @property
     def streamed(self) -> list[int]:  # in a decode pass
-        return [block for block in self.in_host_memory if block not in self.cpu_computed]
+        return [block for block in self.offloaded if block not in self.cpu_computed]
 
     @property
     def computable(self) -> list[int]:
@@ -116,8 +123,8 @@ class Placement:
         return len({block.layer for block in self.blocks})
 
     @property
-    def host_layers(self) -> int:
-        return len({self.blocks[block].layer for block in self.in_host_memory})
+    def offloaded_layers(self) -> int:
+        return len({self.blocks[block].layer for block in self.offloaded})
 
     # Bytes
 
@@ -130,18 +137,18 @@ class Placement:
 
     @property
     def slot_bytes(self) -> int:
-        return max((self.blocks[block].layout.nbytes for block in self.in_host_memory), default=0)
+        return max((self.blocks[block].layout.nbytes for block in self.offloaded), default=0)
 
     def slots_on(self, device: int) -> int:
-        """Return the slots of the ring buffer of `device`, no more than it has blocks in host memory."""
-        return min(self.ring_depth, len(self.on(device, self.in_host_memory)))
+        """Return the slots of the ring buffer of `device`, no more than it has offloaded blocks."""
+        return min(self.ring_depth, len(self.on(device, self.offloaded)))
 
     @property
     def may_divide(self) -> bool:
         """True if rings can hold all blocks of a layer for several micro-batches, and prefetch one more if there is one."""
-        in_layer = Counter(self.blocks[block].layer for block in self.in_host_memory)
+        in_layer = Counter(self.blocks[block].layer for block in self.offloaded)
         most = 1 + max(in_layer.values(), default=0)
-        return all(self.slots_on(each) >= min(most, len(self.on(each, self.in_host_memory))) for each in self.devices)
+        return all(self.slots_on(each) >= min(most, len(self.on(each, self.offloaded))) for each in self.devices)
 
     @property
     def refills_after_layers(self) -> bool:
@@ -175,6 +182,19 @@ class Placement:
     @property
     def host_bytes(self) -> int:
         return self.nbytes_of(self.in_host_memory)
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.nbytes_of(self.on_disk)
+
+    def disk_slots_on(self, device: int) -> int:
+        """Return the slots of host memory that the blocks of `device` on disk are read into."""
+        return min(DISK_SLOTS, len(self.on(device, self.on_disk)))
+
+    @property
+    def disk_slots_bytes(self) -> int:
+        largest = max((self.blocks[block].layout.nbytes for block in self.on_disk), default=0)
+        return sum(map(self.disk_slots_on, self.devices)) * aligned(largest, ALIGNMENT)
 
     @property
     def embedding_bytes(self) -> int:
@@ -359,24 +379,41 @@ class Placement:
         return replace(placed, expert_budgets=tuple(left))
 
     def with_budget_used(self) -> Placement:
-        """Return the placement with evenly spread streamed blocks made resident, where the expert cache leaves memory for them."""
+        """Return the placement with evenly spread streamed blocks made resident, where the expert cache leaves memory for them; those on
+        disk come first."""
         chosen: set[int] = set()
         budgets = []
         for device, budget in enumerate(self.expert_budgets):
-            streamed = self.on(device, self.streamed)
+            streamed = self.on(device, [block for block in self.streamed if block in self.on_disk] or self.streamed)
             cached_bytes = self.resident_bytes_on(device) - self.nbytes_of(self.on(device, self.resident))
             sizes = [self.blocks[block].layout.nbytes for block in streamed]
             more = {streamed[index] for index in spread(sizes, budget - cached_bytes)}
             budgets.append(budget - self.nbytes_of(more))
             chosen |= more
-        host = [block for block in self.in_host_memory if block not in chosen]
+        host = [block for block in self.offloaded if block not in chosen]
         return replace(
             self,
             resident=sorted({*self.resident, *chosen}),
-            in_host_memory=host,
+            offloaded=host,
             ring_depth=min(self.ring_depth, len(host)),
             expert_budgets=tuple(budgets),
+            on_disk=self.on_disk - chosen,
         )
+
+    def with_host_budget(self, nbytes: int) -> Placement:
+        """Return the placement with evenly spread blocks in `nbytes` of host memory, with the slots that the others are read into from
+        disk; these exceed it where it is too small for them."""
+        all_on_disk = replace(self, on_disk=frozenset(self.offloaded))
+        share = min(1.0, max(0, nbytes - all_on_disk.disk_slots_bytes) / max(1, self.nbytes_of(self.offloaded)))
+        kept: set[int] = set()
+        wanted = taken = 0.0
+        for block in sorted(self.offloaded, key=self.device_of):
+            size = self.blocks[block].layout.nbytes
+            wanted += share * size
+            if taken + size <= wanted:
+                kept.add(block)
+                taken += size
+        return replace(self, on_disk=frozenset(self.offloaded) - kept)
 
     def _spread_by_kind(self, blocks: Sequence[int], share: float, feed_forwards_last: bool = False) -> set[int]:
         """Return about `share` of the bytes of `blocks`, feed-forwards first: each takes one hand-off, attention's projections two."""
@@ -520,7 +557,7 @@ def plan_placement(
         placed = replace(
             placed,
             resident=sorted(resident),
-            in_host_memory=host,
+            offloaded=host,
             ring_depth=min(slots, len(host)),
             expert_budgets=tuple(budgets),
             free_bytes=tuple(None if room is None else room + workspace_bytes for room in left),

@@ -58,6 +58,7 @@ from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.format import format_bytes, three_digits
 
+HOST_RESERVE_BYTES = 2 << 30  # host memory that is left to libraries where weights fill it
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Share of the activations that the allocator is estimated to hold in free blocks too small for the next request: it keeps those of hidden
 # states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and not with 2.15
@@ -184,7 +185,7 @@ class StreamPlan(EnginePlan):
             link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates and cpu_gb_per_s else None,
             cpu_beside_link_gb_per_s=cpu_gb_per_s,
             copies_within_host=True,
-            fetches=len(placement.in_host_memory),
+            fetches=len(placement.offloaded),
             resident_quantized_blocks=0 if placement.format is None else len(placement.resident),
             graphs=placement.graphs,
             fused_rows=FUSED_ROWS if fused else 0,
@@ -256,11 +257,11 @@ class StreamPlan(EnginePlan):
 
     def in_words(self) -> list[str]:
         placement, on_gpu, lines = self.placement, self.job.on_gpu, []
-        if placement.in_host_memory and (on_gpu or self.fetched_bytes):
-            lines.append(f"each decode step {self.describe_copies()}")
-        if self.cpu is not None and placement.in_host_memory:
+        if placement.offloaded and (on_gpu or self.fetched_bytes):
+            lines.append(f"each decode step {self.describe_copies()}{self._describe_reads()}")
+        if self.cpu is not None and placement.offloaded:
             lines += self._describe_cpu(self.cpu)
-        elif self.no_cpu and (placement.in_host_memory or self.job.config.kv_offload):
+        elif self.no_cpu and (placement.offloaded or self.job.config.kv_offload):
             lines.append(f"{'the CPU computes nothing' if on_gpu else 'PyTorch computes all layers'}: {self.no_cpu}")
         form = placement.format
         if on_gpu and form and not placement.fuses_codes:
@@ -269,7 +270,7 @@ class StreamPlan(EnginePlan):
             lines.append("".join(["the device dequantizes weights in every step", *advice]))
         if self.no_cpu_attention not in (None, self.no_cpu):
             lines.append(f"the CPU backend does not compute attention: {self.no_cpu_attention}")
-        if self.cpu is None and placement.in_host_memory:
+        if self.cpu is None and placement.offloaded:
             lines += self.dequantization_warning()
         if slots := placement.expert_slots:
             size = format_bytes(placement.expert_slot_bytes)
@@ -277,6 +278,9 @@ class StreamPlan(EnginePlan):
         if quota := placement.quota:
             lines.append(f"of {len(quota) - 1} missed experts of a layer, the device fetches {quota[-1]}")
         return lines
+
+    def _describe_reads(self) -> str:
+        return f", {format_bytes(self.disk_bytes)} of it from disk" if self.disk_bytes else ""
 
     def _describe_cpu(self, cpu: CpuPlan) -> list[str]:
         """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
@@ -303,13 +307,15 @@ class StreamPlan(EnginePlan):
 
     def describe_location(self) -> str:
         placement = self.placement
-        if not (placement.in_host_memory or placement.embedding) or not self.job.on_gpu:
+        if not (placement.offloaded or placement.embedding) or not (self.job.on_gpu or placement.on_disk):
             return super().describe_location()
         embedding = f" and {format_bytes(placement.embedding_bytes)} of input embedding" if placement.embedding else ""
-        only_experts = set(placement.expert_blocks).issuperset(placement.in_host_memory) and placement.in_host_memory
-        layers = f"{'the experts of ' if only_experts else ''}{placement.host_layers} of {placement.layers} layers"
+        offloaded = (placement.blocks[block] for block in placement.offloaded)
+        only_experts = all(block.experts is not None for block in offloaded) and placement.offloaded
+        layers = f"{'the experts of ' if only_experts else ''}{placement.offloaded_layers} of {placement.layers} layers"
         host = f"in host memory ({format_bytes(placement.host_bytes)}{embedding})"
-        return f"{layers} {host}, everything else on the device"
+        disk = f" and on disk ({format_bytes(placement.disk_bytes)})" if placement.on_disk else ""
+        return f"{layers} {host}{disk}, everything else on the device"
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -324,17 +330,25 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None
     placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, _target_is_divided(job)), None)
+    if cpu is None and placement.on_disk:  # smaller blocks need smaller slots, and do not depend on what the CPU computes
+        placement = _place(job, divided=True).with_budget_used()
+    if job.config.disk_offload and not placement.on_disk:
+        raise UsageError(
+            "--disk-offload: all weights fit on the device and in --host-memory, so none are on disk; drop it, or lower --gpu-memory "
+            "or --host-memory."
+        )
     no_graph = why_no_graph(job, in_groups=_reads_group_sizes(job, placement))
     placement = replace(placement, graphs=job.on_gpu and no_graph is None)
     shared_device, shared_host = _shared_bytes(job, placement)
-    host, pinned = placement.host_bytes + placement.embedding_bytes - shared_host, job.pin_weights
+    host = placement.host_bytes + placement.disk_slots_bytes + placement.embedding_bytes - shared_host
+    pinned, written = job.pin_weights, placement.disk_bytes
     attends = cpu is not None and cpu.attends
     no_cpu_attention = None
     if job.config.kv_offload and not attends:
         no_cpu_attention = no_cpu_at_all or why_no_cpu_attention(job) or no_cpu or SLOWER_ATTENTION
     return StreamPlan(
         job,
-        Footprint(device=placement.device_bytes - shared_device, host=host, pinned=host if pinned else 0),
+        Footprint(device=placement.device_bytes - shared_device, host=host, pinned=host if pinned else 0, disk=written),
         pinned,
         placement,
         cpu=cpu,
@@ -346,6 +360,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
         + job.step_tokens * placement.embedding_row_bytes,
+        disk_bytes=placement.disk_bytes,
         cpu_bytes=0 if cpu is None else placement.computed_bytes + (cpu.kv_bytes if attends else 0),
         copies_kv=not attends,
         preallocated_cache=takes_cache(job.empty_model.model) and not job.window_only_in_cache,
@@ -355,7 +370,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
 def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | str | None:
     """Return a placement of divided layers and what the CPU computes of it; or why it computes nothing; None if all is on the device."""
     config, divided = job.config, _place(job, divided=True)
-    if not divided.in_host_memory and not config.kv_offload:
+    if not divided.offloaded and not config.kv_offload:
         if config.cpu_share is not None:
             raise UsageError(
                 f"--cpu-compute {config.cpu_compute}: all weights are on the device, so the CPU has nothing to compute; lower "
@@ -459,6 +474,25 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     return job.on_gpu and job.step_tokens > FUSED_ROWS and any(in_groups)
 
 
+def _host_budget(job: Job, placement: Placement) -> int | None:
+    """Return the bytes of host memory for the blocks of a `placement` without blocks on disk; None if all offloaded ones may be there."""
+    config, embedding_bytes = job.config, placement.embedding_bytes
+    if job.target is not None:
+        return None  # of a draft: it is on the device
+    if config.host_memory is not None:
+        budget = int(config.host_memory * GIB)
+    elif config.disk_offload:
+        budget = 0
+    elif "engine" in config.auto:
+        return None
+    else:
+        of_device = 0 if job.on_gpu else placement.device_bytes + job.cache_device_bytes + job.activation_bytes
+        largest_bytes = job.sizes.parameter_bytes // max(1, placement.layers)  # a layer while it is loaded
+        budget = job.machine.available_host_bytes() - job.kv_host_bytes - of_device - HOST_RESERVE_BYTES - largest_bytes
+    fits = placement.host_bytes + embedding_bytes <= budget
+    return None if fits or not placement.offloaded else max(0, budget - embedding_bytes)
+
+
 def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
     """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the devices."""
     config = job.config
@@ -520,7 +554,9 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         gathers, form = job.pin_weights or not job.on_gpu, main_format(blocks)
         fuses = form is not None and format_can_fuse(form, job.spec.dtype)
         placed = replace(placement, embedding=embedding, gathers=gathers, graphs=graphs, link_shares=links)
-        return replace(placed, format=form, fuses_codes=fuses)
+        placed = replace(placed, format=form, fuses_codes=fuses)
+        budget = _host_budget(job, placed)
+        return placed if budget is None else placed.with_host_budget(budget)
 
     if job.target is not None:
         return place(job.target.placement.embedding)
@@ -529,6 +565,6 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         return place(None)
     with contextlib.suppress(DoesNotFit):  # it may fit without the embedding
         placement = place(None)
-        if not placement.in_host_memory:
+        if not placement.offloaded:
             return placement
     return place(embedding)

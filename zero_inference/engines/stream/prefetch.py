@@ -72,7 +72,7 @@ class Prefetcher:
         caches: dict[int, ExpertCache] = {} if cpu is None or cpu.experts is None else cpu.experts.by_block
         self.rings: dict[int, RingBuffer] = {}  # by device
         for device, timeline in enumerate(self.timeline.devices):
-            if blocks := placement.on(device, placement.in_host_memory):
+            if blocks := placement.on(device, placement.offloaded):
                 gathered = {index: caches[index].gather for index in placement.on(device, placement.gathered)}
                 depth = placement.slots_on(device)
                 after_layers = placement.refills_after_layers
@@ -187,7 +187,7 @@ class Prefetcher:
 
     def _streamed_in(self, kind: PassKind) -> list[int]:
         on_cpu = self._cpu_blocks_in(kind)
-        return [block for block in self.placement.in_host_memory if block not in on_cpu]
+        return [block for block in self.placement.offloaded if block not in on_cpu]
 
     def _update_placement(self, cpu_decodes: bool) -> None:
         self.computable -= {index for index in self.computable if not self.blocks[index].cpu.usable}

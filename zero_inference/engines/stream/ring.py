@@ -1,7 +1,8 @@
 """A ring buffer of device slots, into which the blocks of decoder layers are prefetched. Each device has one, for its own layers and link.
 
 The order is circular: the first blocks of the next pass follow the last ones of this pass, so the link does not wait for a token to end.
-The host never waits here: a copy into a slot is queued after the event of the slot's last use, the computation after that of the copy.
+A copy into a slot is queued after the event of the slot's last use, the computation after that of the copy; the host waits for neither. It
+waits only for a block on disk that is not in host memory yet when its turn to compute comes (disk.py).
 
 `simulate_passes` predicts the time of this schedule: a large block can only be prefetched when a slot is free, which is as many blocks
 earlier as there are slots, so link and device may both have time for all that they do and still wait for each other.
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_inference.engines.stream.disk import DiskReader
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.streams import Copy, DeviceTimeline
@@ -29,7 +31,7 @@ SIMULATED_PASSES = 4  # in a row, of which the last counts: the first ones begin
 class _Fetch:
     block: int
     slot: int
-    arrived: Any  # event after the copy
+    arrived: Any = None  # event after the copy; None while a block on disk is not read yet
 
 
 class RingBuffer:
@@ -53,6 +55,8 @@ class RingBuffer:
         gathered: Mapping[int, Callable[[torch.Tensor], int]] | None = None,
     ):
         self.store, self.timeline, self.transfers = store, timeline, transfers
+        on_disk = [block for block in blocks if store.disk is not None and block in store.disk.extents]
+        self.disk = DiskReader(on_disk, store.disk, store.pinned, transfers) if store.disk and on_disk else None
         self.refills_after_layers = refills_after_layers
         self.streams, self.gathered = timeline.streams, dict(gathered or {})
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
@@ -77,6 +81,8 @@ class RingBuffer:
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
         self.streams.synchronize()
+        if self.disk is not None:
+            self.disk.start()
         self._request_all()
 
     def fix_slots(self) -> Callable[[], None]:
@@ -135,6 +141,8 @@ class RingBuffer:
         if fetch is None:
             fetch = self._jump_to(block)
         else:
+            if fetch.arrived is None:
+                self._copy_from_disk(until=fetch)
             self.pending.remove(fetch)
         self.held[block] = fetch
         self.streams.current().wait_event(fetch.arrived)
@@ -160,6 +168,8 @@ class RingBuffer:
 
     def close(self) -> None:
         self.streams.synchronize()
+        if self.disk is not None:
+            self.disk.close()
         self.pending.clear()
         self.slots.clear()
         self.gathered.clear()
@@ -174,6 +184,9 @@ class RingBuffer:
             self.copy_order = self.next_copy_order = tuple(sorted({*self.copy_order, *self.next_copy_order, block}))
         self.position = self.copy_order.index(block)
         self._request_all()
+        fetch = self.pending[0]
+        if fetch.arrived is None:
+            self._copy_from_disk(until=fetch)
         return self.pending.popleft()
 
     def _drop(self, all_but: Collection[int] = ()) -> None:
@@ -184,7 +197,7 @@ class RingBuffer:
             if wanted and all(fetch.block != other.block for other in remaining):
                 remaining.append(fetch)
             else:
-                self.last_use[fetch.slot] = fetch.arrived
+                self.last_use[fetch.slot] = fetch.arrived or self.last_use[fetch.slot]
                 self.empty.append(fetch.slot)
         self.pending = remaining
         for slot in (*self.released, *(fetch.slot for fetch in self.held.values())):
@@ -196,6 +209,18 @@ class RingBuffer:
     def _request_all(self) -> None:
         while self.empty and self._request_next():
             pass
+        if self.disk is not None:
+            self._copy_from_disk()
+
+    def _copy_from_disk(self, until: _Fetch | None = None) -> None:
+        """Queue the copies of blocks that have been read from disk, in order, and wait for the reads up to that of `until`."""
+        for fetch in self.pending:
+            if fetch.arrived is None:
+                if until is None and not self.disk.is_read(fetch.block):
+                    return
+                self._copy(fetch)
+            if fetch is until:
+                until = None
 
     def _next_block(self) -> int | None:
         """Return the next block to request and advance `position`; None if this pass and the next ones stream nothing."""
@@ -225,24 +250,39 @@ class RingBuffer:
             self.position -= 1
             return False
         self.empty.remove(slot)
-        buffer, source = self.buffer_in(block, slot), self.store.buffers[block]
+        fetch = _Fetch(block, slot)
+        if block in self.store.buffers:
+            self._copy(fetch)
+        self.pending.append(fetch)
+        return True
+
+    def _copy(self, fetch: _Fetch) -> None:
+        """Queue the copy of a block into its slot; one on disk is waited for."""
+        block, slot = fetch.block, fetch.slot
+        buffer, assemble = self.buffer_in(block, slot), self.gathered.get(block)
+        disk_slot, sources = None, []
+        if block not in self.store.buffers:
+            disk_slot, sources = self.disk.take(block)
+        elif assemble is None:
+            sources = [(self.store.buffers[block], 0)]
         if self.last_use[slot] is not None:
             self.copy_stream.wait_event(self.last_use[slot])
-        assemble = self.gathered.get(block)
         if assemble is not None:
             self.copy_stream.wait_event(self.streams.record_event(self.streams.current()))
-        start, link_bytes = self.streams.record_event(self.copy_stream), source.numel()
+        start, link_bytes = self.streams.record_event(self.copy_stream), sum(source.numel() for source, _ in sources)
         with self.streams.on(self.copy_stream):
-            if assemble is None:
-                buffer.copy_(source, non_blocking=True)
-            else:
+            for source, offset in sources:
+                buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
+            if assemble is not None:
                 link_bytes = assemble(buffer)
-        arrived = self.streams.record_event(self.copy_stream)
+        fetch.arrived = self.streams.record_event(self.copy_stream)
+        if disk_slot is not None:
+            copied = self.streams.blocking_event()
+            copied.record(self.copy_stream)
+            self.disk.release(disk_slot, copied.synchronize)
         self.transfers.host_to_device_bytes += link_bytes
         free, freed_by = self.last_use[slot], self.last_span[slot]
-        self.timeline.record_copy(Copy(block, link_bytes, free, freed_by, start, arrived))
-        self.pending.append(_Fetch(block, slot, arrived))
-        return True
+        self.timeline.record_copy(Copy(block, link_bytes, free, freed_by, start, fetch.arrived))
 
 
 def slots_in_use(blocks: int, slots: int) -> int:
@@ -301,7 +341,7 @@ def prefill_bytes(placement: Placement) -> int:
     The ring buffers still hold the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
     are dropped. Cached experts do not cross again.
     """
-    order = [block for block in placement.in_host_memory if block not in placement.prompt_cpu_computed]
+    order = [block for block in placement.offloaded if block not in placement.prompt_cpu_computed]
     prefetched: set[int] = set()
     for device in placement.devices:
         held = placement.on(device, placement.streamed)[: slots_in_steps(placement, device)]

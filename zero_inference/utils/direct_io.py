@@ -1,0 +1,89 @@
+"""Direct reads and writes of files (O_DIRECT), which bypass the page cache, several at a time.
+
+Threads wait in `preadv`, each for one part of a read. That reads as fast as libaio with as many requests in flight
+(benchmarks/results/h200-disk/reads.txt), and needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+
+from zero_inference.errors import RunError
+
+ALIGNMENT = 4096  # of offsets, lengths and memory; no disk asks for more
+READ_BYTES, QUEUE_DEPTH = 8 << 20, 16  # of one request, and requests at once, where they were not measured
+Action = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
+
+
+def open_direct(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file for direct reads, or with other `flags`. Raises OSError: it cannot be opened, or its file system has no direct reads."""
+    return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+
+
+class DirectIO:
+    """Threads that read and write parts of files.
+
+    Args:
+        read_bytes: most bytes of one request.
+        queue_depth: requests at once.
+    """
+
+    def __init__(self, read_bytes: int = READ_BYTES, queue_depth: int = QUEUE_DEPTH):
+        self.read_bytes = read_bytes
+        self.pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="direct-io")
+
+    def read(
+        self,
+        file: int,
+        memory: torch.Tensor,
+        offset: int,
+        needed_bytes: int | None = None,
+        before: Callable[[], object] | None = None,
+    ) -> list[Future[int]]:
+        """Request a read into `memory`, uint8 [bytes] at an aligned address; the result of each future is the bytes that were read.
+
+        Args:
+            offset: in the file, aligned.
+            needed_bytes: the file may end after so many; default: all of `memory`.
+            before: called first by each thread that takes part.
+        """
+        needed = memory.numel() if needed_bytes is None else needed_bytes
+
+        def part(start: int, part_needed: int) -> int:
+            if before is not None:
+                before()
+            return _whole(os.preadv, file, memory[start : start + self.read_bytes], offset + start, part_needed)
+
+        starts = range(0, memory.numel(), self.read_bytes)
+        return [self.pool.submit(part, start, min(self.read_bytes, needed - start)) for start in starts]
+
+    def write(self, file: int, memory: torch.Tensor, offset: int) -> None:
+        """Write `memory` at an aligned `offset`, and return when it is done. Raises OSError."""
+        starts = range(0, memory.numel(), self.read_bytes)
+        parts = [memory[start : start + self.read_bytes] for start in starts]
+        futures = [
+            self.pool.submit(_whole, os.pwritev, file, part, offset + start, part.numel())
+            for part, start in zip(parts, starts)
+        ]
+        wait(futures)
+        for each in futures:
+            each.result()
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+
+def _whole(action: Action, file: int, memory: torch.Tensor, offset: int, needed: int) -> int:
+    """Read or write all of `memory`, or to the end of the file if that is after `needed` bytes. Raises RunError: it is before."""
+    view, done = memoryview(memory.numpy()), 0
+    while done < needed:
+        count = action(file, [view[done:]], offset + done)
+        if not count:
+            raise RunError(f"the file ends at byte {offset + done}, {needed - done} bytes too early")
+        done += count
+    return done
