@@ -41,7 +41,9 @@ def by_libaio(path: Path, memory: torch.Tensor, request_bytes: int, depth: int) 
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     threads = 4  # as the plan of the deepspeed engine has it
-    handle = AsyncIOBuilder().load(verbose=False).aio_handle(request_bytes, max(1, depth // threads), False, True, threads)
+    handle = (
+        AsyncIOBuilder().load(verbose=False).aio_handle(request_bytes, max(1, depth // threads), False, True, threads)
+    )
 
     def read(offset: int) -> None:
         handle.async_pread(memory, str(path), offset)

@@ -55,9 +55,8 @@ def disk_read_gb_per_s(folder, file_bytes):
 real, hardware_rates.disk_read_gb_per_s = hardware_rates.disk_read_gb_per_s, disk_read_gb_per_s
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 group.start_process_group(ranks)
-link = hardware_rates.LinkMonitor(ranks)
-rates = hardware_rates.measure_rates(config, resolve_model(config, "cpu"), link, 1, reads_disk=True)
-print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gb_per_s}))
+rate = hardware_rates.disks_gb_per_s(config, ranks, 1)
+print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rate}))
 group.stop_process_group()
 """
 )

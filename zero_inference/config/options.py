@@ -216,7 +216,8 @@ class Options:
     )
     cpu_offload: bool = _engine(False, "keep the weights in host memory")
     disk_offload: bool = _engine(
-        False, "keep the weights on NVMe, in --offload-dir; with --engine stream those that exceed --gpu-memory and --host-memory"
+        False,
+        "keep the weights on NVMe, in --offload-dir; with --engine stream those that exceed --gpu-memory and --host-memory",
     )
     offload_dir: str = _engine("~/offload_dir", "folder for weights on NVMe", metavar="DIR", path="home")
     use_gds: bool = _engine(
@@ -400,7 +401,7 @@ class Options:
 
     @property
     def offload(self) -> str:
-        """Where the weights are stored: 'cpu', 'disk' or 'gpu' (the device). The stream engine implies cpu_offload, but for disk_offload."""
+        """Where the weights are stored: 'cpu', 'disk' or 'gpu' (the device). The stream engine implies 'cpu' where not 'disk'."""
         return "cpu" if self.cpu_offload else "disk" if self.disk_offload else "gpu"
 
     def as_dict(self) -> dict[str, Any]:

@@ -574,6 +574,7 @@ class LoadedModel:
     writable: Sequence[torch.nn.Parameter] = ()
     devices: tuple[torch.device, ...] = ()  # all that this process drives, `device` first
     draft: LoadedModel | None = None  # the model that proposes tokens, of which this one is the target model
+    measure_disk: Callable[[], float] | None = None  # returns GB/s of direct reads of its weights on disk
     weights: Any = None  # of the stream engine: what a draft of the same model shares
 
     def __post_init__(self) -> None:

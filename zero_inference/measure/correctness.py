@@ -82,7 +82,7 @@ class ReferenceLayers:
 
     def capture_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which weights that are loaded fill these layers, too."""
-        return observe_loading(self._store)
+        return observe_loading(self._store, self.holders)
 
     def _store(self, name: str, parameter: torch.nn.Parameter) -> None:
         if holders := self.holders.get(name):

@@ -109,14 +109,15 @@ def measure_rates(
     config: RunConfig,
     spec: ModelSpec,
     link: LinkMonitor,
-    weight_bytes: int,
     cpu_backend: CpuBackendUse | None = None,
-    reads_disk: bool = False,
+    measure_disk: Callable[[], float | None] | None = None,
 ) -> Rates:
     """Measure the rates, in about a second on a GPU, a quarter without one, and longer for a disk. Those of the CPU are the plan's.
 
-    All links copy at the same time, as in a run, and all nodes read, each a file as large as all weights if `disk_read_gb_per_s` takes
-    one of that size.
+    All links copy at the same time, as in a run.
+
+    Args:
+        measure_disk: returns GB/s; None for a run without weights on disk.
     """
     ranks, kind = link.ranks, link.ranks.device.type
     link.measure(seconds=timing.LINK_S[kind])
@@ -134,13 +135,13 @@ def measure_rates(
         matmul_tflops=_of_fastest(
             link.devices, lambda device: matmul_tflops(device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
         ),
-        disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if reads_disk else None,
+        disk_gb_per_s=None if measure_disk is None else measure_disk(),
         link_beside_cores_gb_per_s=None if cpu_backend is None else cpu_backend.link_gb_per_s,
         cores_gb_per_s=None if cpu_backend is None else cpu_backend.of_step_gb_per_s,
     )
 
 
-def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep) -> Rates:
+def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep, disk_rounds: Sequence[float] = ()) -> Rates:
     """Update `rates` by the rates that the loops measured, and return them. All ranks call it together.
 
     The link's rate is that of the rounds or of the loops, whichever is faster: other programs may use the host just between the loops. The
@@ -149,6 +150,7 @@ def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep) -> Rates:
 
     Args:
         moved: bytes of a decode step of this rank.
+        disk_rounds: GB/s of the disk, measured by other reads and in the loops.
     """
     ranks, rate = link.ranks, link.rate()
     # links that are idle part of the time do not run at once, and would add up to too much
@@ -161,6 +163,8 @@ def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep) -> Rates:
         "link_from": source,
         "link_spread": rate.spread_gb_per_s / link_gb_per_s,
     }
+    if rates.disk_gb_per_s is not None:
+        updated["disk_gb_per_s"] = max((rates.disk_gb_per_s, *disk_rounds))
     if rates.cores_gb_per_s is not None and rates.link_beside_cores_gb_per_s is not None:
         links_gb_per_s = _sum_over_ranks(ranks, link.copied_gb_per_s())
         cpu_bytes = ranks.total(int(moved.cores_bytes_per_step or 0))
@@ -179,8 +183,9 @@ def _sum_over_ranks(ranks: Ranks, gb_per_s: float) -> float:
     return ranks.total(int(gb_per_s * 1e6)) / 1e6
 
 
-def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
-    """Return the sum of all nodes' disks, each measured by its node's first rank; None if one cannot be measured."""
+def disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
+    """Return the sum of all nodes' disks, each measured by its node's first rank with a file as large as all weights, if
+    `disk_read_gb_per_s` takes one of that size; None if one cannot be measured."""
     ranks.barrier()
     return_free_memory()  # of the link's measurement, before this one takes more
     try:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers, check_copies_between
-from zero_inference.measure.hardware_rates import LinkMonitor, measure_rates, update_rates
+from zero_inference.measure.hardware_rates import LinkMonitor, disks_gb_per_s, measure_rates, update_rates
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
 from zero_inference.measure.sampling import Sampler
 from zero_inference.measure.speculation import (
@@ -165,7 +166,10 @@ def measure_run(
     """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkMonitor(ranks, loaded.pinned_memory, loaded.timeline, loaded.devices)
-    rates = measure_rates(config, job.spec, link, loaded.weight_bytes, loaded.cpu_backend, bool(plan.engine_plan.disk_bytes))
+    measure_disk: Callable[[], float | None] | None = None
+    if plan.engine_plan.disk_bytes:
+        measure_disk = loaded.measure_disk or partial(disks_gb_per_s, config, ranks, loaded.weight_bytes)
+    rates = measure_rates(config, job.spec, link, loaded.cpu_backend, measure_disk)
     compare()
     return_free_memory()  # of the measurement
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
@@ -196,7 +200,14 @@ def measure_run(
             f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    rates = update_rates(rates, link, measurement.loops[-1].moved)
+    disk_rounds = []
+    if (
+        loaded.measure_disk is not None
+    ):  # once more, as it may be slower or faster now, and the loops may have read faster
+        read = ((loop, loop.moved.disk_read_bytes_per_step) for loop in measurement.loops)
+        of_loops = [len(loop.step_s) * nbytes / loop.decode_s / 1e9 for loop, nbytes in read if nbytes]
+        disk_rounds = [loaded.measure_disk(), *of_loops]
+    rates = update_rates(rates, link, measurement.loops[-1].moved, disk_rounds)
     return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link, speculation)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -206,12 +206,24 @@ class Shards:
         """Raise RunError for a truncated file: reading it through a memory map would end the process with a bus error."""
         for path in {self._file_of[each] for key in keys for each in self._tensor_keys(key)}:
             if path.suffix == ".safetensors":
-                with open(path, "rb") as file:
-                    header_bytes = int.from_bytes(file.read(8), "little")
-                    header = json.loads(file.read(header_bytes))
-                ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-                if path.stat().st_size < 8 + header_bytes + max(ends, default=0):
+                ranges = _byte_ranges(path).values()
+                if path.stat().st_size < max((offset + nbytes for offset, nbytes in ranges), default=0):
                     raise RunError(f"{path}: the file is cut short; fetch it again.")
+
+    def byte_ranges(self, keys: Collection[str]) -> dict[str, tuple[Path, int, int]]:
+        """Return file, offset and bytes of the tensors `keys`, as they are stored; nothing for files other than safetensors."""
+        paths = {path for key in keys if (path := self._file_of[key]).suffix == ".safetensors"}
+        ranges = {path: _byte_ranges(path) for path in paths}
+        return {key: (path, *ranges[path][key]) for key in keys if (path := self._file_of[key]) in paths}
+
+
+def _byte_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """Return key -> (offset, bytes) of the tensors of a safetensors file."""
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+    offsets = {key: entry["data_offsets"] for key, entry in header.items() if key != "__metadata__"}
+    return {key: (8 + header_bytes + begin, end - begin) for key, (begin, end) in offsets.items()}
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:

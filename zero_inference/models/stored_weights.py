@@ -7,11 +7,12 @@ because its operations (stacking experts, joining gate and up) act on rows, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
 from zero_inference.models.checkpoint_files import Shards
 from zero_inference.models.checkpoint_formats import StoredWeight
+from zero_inference.models.checkpoint_formats.base import dtype_and_shape
 from zero_inference.models.empty_model import set_tensor
 from zero_inference.models.layers import find_layers, first_of_kind
 from zero_inference.models.mlp import detect_experts
@@ -29,7 +31,16 @@ LARGEST_GROUP = 128  # columns, in kernels of products
 EXPERT = r"(\.experts)\.\d+\."  # in the key of a weight
 READERS = 4  # threads that read and rearrange the tensors of weights
 Convert = Callable[[dict[str, Any]], None]  # gives parameters of the model the tensors of a checkpoint, by its keys
+SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = ("codes", "scales", "offsets", "row_scales")
+
+
+class FileRange(NamedTuple):
+    """Consecutive bytes of a file."""
+
+    path: Path
+    offset: int
+    nbytes: int
 
 
 def stored_formats(model: nn.Module, spec: ModelSpec) -> dict[str, tuple[WeightFormat, bool]]:
@@ -144,6 +155,27 @@ def parameter_of_key(model: nn.Module, mapping: Iterable[Any], keys: Iterable[st
         as_it_is = name not in state and key in state  # as transformers' loader decides
         found[key] = (key, False) if as_it_is else (name, converter is not None)
     return found
+
+
+def plain_in_files(model: nn.Module, spec: ModelSpec, names: Collection[str]) -> dict[str, FileRange]:
+    """Return where a safetensors file has the bytes of the parameters `names` as the model has them: of the same shape and dtype, and not
+    part of a fused weight. Other parameters are left out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if not (names and spec.weights_are_here):
+        return {}
+    shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
+    found = parameter_of_key(model, get_model_conversion_mapping(model), shards.keys)
+    keys = {key: name for key, (name, converted) in found.items() if name in names and not converted}
+    keys = {key: name for key, name in keys.items() if key not in shards.quantized}
+    ranges, result = shards.byte_ranges(keys), {}
+    with shards.open([*ranges]) as tensors:
+        for key, stored in ranges.items():
+            name = keys[key]
+            plain, (dtype, shape) = model.get_parameter(name), dtype_and_shape(tensors[key])
+            if shape == tuple(plain.shape) and SAFETENSORS_DTYPES.get(dtype) == plain.dtype:
+                result[name] = FileRange(*stored)
+    return result
 
 
 def read_stored(

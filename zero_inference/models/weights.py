@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ TRIMMED_BYTES = 64 << 20  # of dummy weights between two `return_free_memory`: a
 Adopt = Callable[[str, nn.Parameter], None]
 AdoptStored = Callable[[str, QuantizedWeight], None]
 Formats = Mapping[str, tuple[WeightFormat, bool]]  # of `stored_formats`
-_observers: list[Adopt] = []  # of `observe_loading`
+_observers: dict[Adopt, Collection[str]] = {}  # of `observe_loading`, with the names of their parameters
 
 REPEATED = 0.6  # share of drawn tokens that repeat one of the last `RECENT` of their sequence
 RECENT = 6
@@ -61,6 +61,7 @@ def load_weights(
     adopt: Adopt,
     progress: Callable[[int], None] = lambda done: None,
     keep: Keep | None = None,
+    in_place: Collection[str] = (),
 ) -> None:
     """Give every parameter of an empty model its values in its dtype, and pass each to `adopt(name, parameter)` once.
 
@@ -69,23 +70,26 @@ def load_weights(
 
     Args:
         keep: weights that are kept as the checkpoint stores them, instead; their parameters become empty.
+        in_place: parameters that the engine reads from the checkpoint's files itself. They become empty, and `adopt` gets those alone that
+            are observed.
     """
 
     def take(name: str, parameter: nn.Parameter) -> None:
         nbytes = parameter.nbytes
-        for each in (*_observers, adopt):
-            each(name, parameter)
+        for observe in _observers_of(name):
+            observe(name, parameter)
+        adopt(name, parameter)
         progress(nbytes)
 
     def take_stored(name: str, weight: QuantizedWeight) -> None:
         assert keep is not None
         plain, transposed = model.get_parameter(name), keep.formats[name][1]
-        if _observers:
+        if observers := _observers_of(name):
             values = torch.empty(
                 plain.mT.shape if transposed else plain.shape, dtype=plain.dtype, device=weight.codes.device
             )
             dequantize_reference(weight, values)
-            for observe in _observers:
+            for observe in observers:
                 observe(name, nn.Parameter(values.mT if transposed else values, requires_grad=False))
         keep.adopt(name, weight)
         progress(sum(each.nbytes for each in weight.tensors.values()))
@@ -97,18 +101,27 @@ def load_weights(
         std = embedding_std(spec.text_config) if spec.dummy_routing == "text" else WEIGHT_STD
         _draw_weights(model, seed, device, take, std, kept, take_stored)
     else:
-        _read_weights(model, spec, take, kept, take_stored)
+        for name in (unread := [each for each in in_place if not _observers_of(each)]):
+            plain = model.get_parameter(name)
+            progress(plain.nbytes)
+            empty = nn.Parameter(torch.empty(0, dtype=plain.dtype, device=device), requires_grad=False)
+            set_tensor(model, [name], empty)
+        _read_weights(model, spec, take, kept, take_stored, frozenset(unread))
     model.tie_weights()
 
 
 @contextmanager
-def observe_loading(observe: Adopt) -> Iterator[None]:
-    """Call `observe` for each parameter that is loaded within the block, before the engine adopts it."""
-    _observers.append(observe)
+def observe_loading(observe: Adopt, names: Collection[str]) -> Iterator[None]:
+    """Call `observe` for the parameters `names` that are loaded within the block, before the engine adopts them."""
+    _observers[observe] = names
     try:
         yield
     finally:
-        _observers.remove(observe)
+        del _observers[observe]
+
+
+def _observers_of(name: str) -> list[Adopt]:
+    return [observe for observe, names in _observers.items() if name in names]
 
 
 def _draw_weights(
@@ -144,17 +157,20 @@ def _draw_weights(
     return_free_memory()
 
 
-def _read_weights(model, spec: ModelSpec, adopt: Adopt, kept: Formats, adopt_stored: AdoptStored) -> None:
+def _read_weights(
+    model, spec: ModelSpec, adopt: Adopt, kept: Formats, adopt_stored: AdoptStored, unread: Collection[str]
+) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
     mapping = get_model_conversion_mapping(model)
     ties = _resolve_ties(model, shards, mapping)
-    adopted: set[int] = set()
+    adopted = {id(model.get_parameter(name)) for name in unread}
+    name_of = parameter_of_key(model, mapping, shards.keys) if unread else {}
     unset, unused = set(model.state_dict()), []
     for keys in shards.layers():
         shards.check_complete(keys)
-        with shards.open(keys) as tensors:
+        with shards.open([key for key in keys if key not in name_of or name_of[key][0] not in unread]) as tensors:
             stored = _take_stored(model, tensors, mapping, kept)
             missing, unexpected = _read_plain(model, tensors, mapping, shards)
 

@@ -8,6 +8,7 @@ its slot. The disk never waits for the device while a slot is free.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -25,6 +26,7 @@ from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import Transfers
 
 FILE_NAME = "blocks.bin"
+MEASURED_BYTES = 2 << 30  # of a measurement: about a second
 DISK_SLOTS = 3  # one is read, one may be read next, and one is copied to the device
 
 
@@ -179,14 +181,28 @@ class DiskReader:
         """Request the next block into `slot`, once `after` returns; it runs in other threads."""
         self._request_next(slot, after)
 
+    def measure_gb_per_s(self, nbytes: int = MEASURED_BYTES) -> float:
+        """Return the rate of reading the next blocks, at least `nbytes`, with no other work; what was read ahead is read again later."""
+        self._wait()
+        start, done = time.perf_counter(), 0
+        self.start()
+        while done < nbytes:
+            read = self.reads.popleft()
+            done += self._finish(read)
+            self._request_next(read.slot)
+        return done / (time.perf_counter() - start) / 1e9
+
     def close(self) -> None:
-        for read in self.reads:
-            wait(read.parts)
-        self.reads.clear()
+        self._wait()
         self.slots.clear()
         for file in self.files.values():
             os.close(file)
         self.files.clear()
+
+    def _wait(self) -> None:
+        for read in self.reads:
+            wait(read.parts)
+        self.reads.clear()
 
     def _request_next(self, slot: int, after: Callable[[], object] | None = None) -> None:
         block = self.order[self.position]

@@ -75,14 +75,15 @@ def load(
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
         disk = None
         if placement.on_disk:
-            sizes = {block: layouts[block].nbytes for block in sorted(placement.on_disk)}
-            disk = DiskBlocks(job.config.offload_path, {}, sizes, DirectIO())
+            sizes = {block: nbytes for block, nbytes in placement.disk_file.items() if block not in plan.in_place}
+            disk = DiskBlocks(job.config.offload_path, plan.in_place, sizes, DirectIO())
             closing.callback(disk.close)
         store = BlockStore(layouts, devices, placement.resident, plan.pinned, buffers, disk)
         weights = _WeightLoader(plan, store, shared)
         closing.callback(weights.close)
         keep = Keep(plan.kept, weights.adopt_stored)
-        load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress, keep)
+        in_place = [name for name, (block, _) in plan.stored.items() if block in plan.in_place]
+        load_weights(model, job.spec, job.config.seed, first, weights.adopt, progress, keep, in_place)
         if disk is not None:
             disk.finish()
         # more than was planned where a checkpoint unties what config.json ties
@@ -144,6 +145,7 @@ def load(
         steps_to_settle=steps_to_settle,
         settling_steps=lambda: prefetcher.rebalancer.measurements + sum(graph.settling_steps for graph in graphs),
         modules_changed=modules_changed,
+        measure_disk=prefetcher.disk_readers[0].measure_gb_per_s if disk is not None else None,
         weights=weights,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in plan.stored],
     )
@@ -242,7 +244,8 @@ class _WeightLoader:
             values = host_copy(parameter.data, self.store.pinned) if shared is None else shared.embedding.table
             self.embedding = HostEmbedding(module, values)
         elif name in plan.stored:
-            if plan.stored[name][0] not in self.store.shared:
+            block = plan.stored[name][0]
+            if block not in self.store.shared and block not in plan.in_place:
                 self.store.put(*plan.stored[name], parameter.data, plan.scheme)
         elif shared is not None:
             parameter.data = shared.plan.job.empty_model.model.get_parameter(name).data

@@ -192,7 +192,9 @@ class BlockStore:
         disk: DiskBlocks | None = None,
     ):
         self.disk = disk
-        self.unwritten: dict[int, tuple[torch.Tensor, int]] = {}  # blocks on disk: buffer, parameters that are missing in it
+        self.unwritten: dict[
+            int, tuple[torch.Tensor, int]
+        ] = {}  # blocks on disk: buffer, parameters that are missing in it
         self.layouts, self.devices, self.resident, self.pinned = layouts, devices, set(resident), pinned
         self.shared = frozenset(shared)
         self.buffers = {  # block -> uint8 [nbytes]

@@ -192,9 +192,13 @@ class Placement:
         return min(DISK_SLOTS, len(self.on(device, self.on_disk)))
 
     @property
+    def disk_file(self) -> dict[int, int]:
+        """Bytes of each block on disk, in order, as our own file has them."""
+        return {block: aligned(self.blocks[block].layout.nbytes, ALIGNMENT) for block in sorted(self.on_disk)}
+
+    @property
     def disk_slots_bytes(self) -> int:
-        largest = max((self.blocks[block].layout.nbytes for block in self.on_disk), default=0)
-        return sum(map(self.disk_slots_on, self.devices)) * aligned(largest, ALIGNMENT)
+        return sum(map(self.disk_slots_on, self.devices)) * max(self.disk_file.values(), default=0)
 
     @property
     def embedding_bytes(self) -> int:

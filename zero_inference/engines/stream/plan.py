@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,6 +30,7 @@ from zero_inference.engines.stream.cpu_plan import (
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.devices import prefill_micro_batches, should_alternate
+from zero_inference.engines.stream.disk import Extent
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import (
     DEFAULT_RING_DEPTH,
@@ -56,6 +57,7 @@ from zero_inference.kernels.products import FUSED_DTYPES, FUSED_ROWS, format_can
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.stored_weights import plain_in_files
 from zero_inference.utils.format import format_bytes, three_digits
 
 HOST_RESERVE_BYTES = 2 << 30  # host memory that is left to libraries where weights fill it
@@ -77,6 +79,9 @@ class StreamPlan(EnginePlan):
     no_graph: str | None = None  # why decode steps are not CUDA graphs; None if they may be
     no_cpu_attention: str | None = None  # why keys and values in host memory cross the link; None if they do not
     head: HeadWeight | None = None  # the output head if it is quantized
+    in_place: Mapping[int, list[Extent]] = field(
+        default_factory=dict
+    )  # blocks on disk that are read from the checkpoint's files
 
     def prepare(self) -> None:
         job = self.job
@@ -330,7 +335,9 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None
     placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, _target_is_divided(job)), None)
-    if cpu is None and placement.on_disk:  # smaller blocks need smaller slots, and do not depend on what the CPU computes
+    if (
+        cpu is None and placement.on_disk
+    ):  # smaller blocks need smaller slots, and do not depend on what the CPU computes
         placement = _place(job, divided=True).with_budget_used()
     if job.config.disk_offload and not placement.on_disk:
         raise UsageError(
@@ -341,7 +348,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     placement = replace(placement, graphs=job.on_gpu and no_graph is None)
     shared_device, shared_host = _shared_bytes(job, placement)
     host = placement.host_bytes + placement.disk_slots_bytes + placement.embedding_bytes - shared_host
-    pinned, written = job.pin_weights, placement.disk_bytes
+    pinned, in_place = job.pin_weights, _in_place(job, placement)
+    written = sum(slot_bytes for block, slot_bytes in placement.disk_file.items() if block not in in_place)
     attends = cpu is not None and cpu.attends
     no_cpu_attention = None
     if job.config.kv_offload and not attends:
@@ -356,6 +364,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         no_graph=no_graph,
         no_cpu_attention=no_cpu_attention,
         head=_head(job, placement.blocks),
+        in_place=in_place,
         weight_bytes=placement.stored_bytes,
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
@@ -365,6 +374,29 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         copies_kv=not attends,
         preallocated_cache=takes_cache(job.empty_model.model) and not job.window_only_in_cache,
     )
+
+
+def _in_place(job: Job, placement: Placement) -> dict[int, list[Extent]]:
+    """Return the blocks on disk that are read from the checkpoint's files: those whose weights it stores as the model has them."""
+    prefix, _ = decoder_layers(job.empty_model.model)
+    stored_names: dict[int, dict[str, str]] = {}  # block -> name in its layout -> name in the model
+    for index in placement.on_disk:
+        block = placement.blocks[index]
+        if not any(each.packed or each.transposed for each in block.layout.parameters):
+            stored_names[index] = {each.name: block.full_name(prefix, each.name) for each in block.layout.parameters}
+    names = frozenset(name for each in stored_names.values() for name in each.values())
+    if not names or not job.empty_model.is_empty:
+        return {}
+    key = "plain in files", job.spec.weights_are_here, names
+    ranges = job.empty_model.cached(key, lambda: plain_in_files(job.empty_model.model, job.spec, names))
+    return {
+        index: [
+            Extent(*ranges[full], placement.blocks[index].layout[name].plain.offset)
+            for name, full in block_names.items()
+        ]
+        for index, block_names in stored_names.items()
+        if ranges.keys() >= set(block_names.values())
+    }
 
 
 def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | str | None:

@@ -22,6 +22,7 @@ from torch import nn
 
 from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock
 from zero_inference.engines.stream.devices import LayerDevices
+from zero_inference.engines.stream.disk import DiskReader
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed, StoredParameter
 from zero_inference.engines.stream.placement import Placement
@@ -115,6 +116,10 @@ class Prefetcher:
                 cache.load_first()
         for ring in self.rings.values():
             ring.prime()
+
+    @property
+    def disk_readers(self) -> list[DiskReader]:
+        return [ring.disk for ring in self.rings.values() if ring.disk is not None]
 
     def _hook_blocks(self, layers: nn.ModuleList, caches: Mapping[int, ExpertCache]) -> None:
         shared_views: dict[tuple[int, int], BlockViews] = {}  # by layout and device, of a ring's slots

@@ -260,7 +260,8 @@ class RingBuffer:
         """Queue the copy of a block into its slot; one on disk is waited for."""
         block, slot = fetch.block, fetch.slot
         buffer, assemble = self.buffer_in(block, slot), self.gathered.get(block)
-        disk_slot, sources = None, []
+        disk_slot: int | None = None
+        sources: list[tuple[torch.Tensor, int]] = []
         if block not in self.store.buffers:
             disk_slot, sources = self.disk.take(block)
         elif assemble is None:
