@@ -86,7 +86,7 @@ def _changes(job: Job) -> list[Fields]:
         changes.append({"batch_size": rank_batch * ranks})
     if job.pin_weights:
         changes.append({"pin_memory": 0})
-    if not config.disk_offload:
+    if not config.disk_offload and config.engine != "stream":  # which uses the disk by itself
         engine = config.engine if config.engine == "accelerate" else "deepspeed"
         defaults = {name: DEFAULTS[name] for name in (*STREAM_OPTIONS, "num_gpus")}
         changes.append({"engine": engine, "disk_offload": True, "cpu_offload": False, **defaults})

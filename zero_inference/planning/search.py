@@ -41,7 +41,7 @@ from zero_inference.utils.processes import isolated_ranks, last_error_line, run_
 from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks
 
-# Offloads to try by engine; weights on disk only where nothing else fits.
+# Offloads to try by engine; weights on disk only where nothing else fits. The stream engine decides by itself what has to be there.
 OFFLOADS: dict[str, tuple[Fields, ...]] = {
     "stream": ({"cpu_offload": True},),
     "resident": ({},),
@@ -112,12 +112,14 @@ def find_candidates(
         if each or engine != "deepspeed" or job.on_gpu  # without a GPU, the device is host memory
     ]
     for on_disk in (False, True):
-        for fields in (each for each in weights if each["disk_offload"] is on_disk):
-            if not on_disk:
-                fields["offload_dir"] = DEFAULTS["offload_dir"]
+        for fields in weights:
+            if fields["disk_offload"] is not on_disk and not (on_disk and fields["engine"] == "stream"):
+                continue
+            options = fields if on_disk else fields | {"offload_dir": DEFAULTS["offload_dir"]}
             too_large: list[Plan] = []
             for count in [None] if gpus is None else gpus:
-                planned = _plan_batches(_with_gpus(job, str(fields["engine"]), count), fields, batch_sizes, kv_offload)
+                of_count = _with_gpus(job, str(fields["engine"]), count)
+                planned = _plan_batches(of_count, options, batch_sizes, kv_offload, on_disk)
                 found.candidates += planned.candidates
                 found.unknown += planned.unknown
                 if planned.candidates or planned.unknown or planned.too_large:
@@ -140,9 +142,15 @@ def _with_gpus(job: Job, engine: str, count: int | None) -> Job:
     return replace(job, ranks=ranks, devices=(ranks.device,), free_by_device=(min(free),) if free else ())
 
 
-def _plan_batches(job: Job, fields: Fields, batch_sizes: Collection[int], kv_offload: Sequence[bool]) -> SearchResult:
+def _plan_batches(
+    job: Job, fields: Fields, batch_sizes: Collection[int], kv_offload: Sequence[bool], on_disk: bool
+) -> SearchResult:
     """Plan the batches that divide over the ranks, from the smallest up, until one does not fit. A KV cache in host memory is a candidate
-    where its batch fits only so, or decodes faster by `MIN_KV_GAIN`: predictions are not more precise."""
+    where its batch fits only so, or decodes faster by `MIN_KV_GAIN`: predictions are not more precise.
+
+    Args:
+        on_disk: weights may be there.
+    """
     found = SearchResult(job)
     tokens_per_s_on_device: dict[int, float] = {}  # by batch
     batch_sizes = sorted(size for size in batch_sizes if size % job.ranks.world_size == 0)
@@ -160,7 +168,7 @@ def _plan_batches(job: Job, fields: Fields, batch_sizes: Collection[int], kv_off
                 plan, refused = _least_plan(job, options)
             except UsageError:
                 continue
-            if refused or not plan.fits:
+            if refused or not plan.fits or (plan.engine_plan.disk_bytes and not on_disk):
                 if batch_size == batch_sizes[0] and on_host == kv_offload[0]:
                     found.too_large.append(plan)
                 break

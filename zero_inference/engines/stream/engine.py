@@ -75,7 +75,7 @@ def load(
     with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
         disk = None
         if placement.on_disk:
-            sizes = {block: nbytes for block, nbytes in placement.disk_file.items() if block not in plan.in_place}
+            sizes = {block: layouts[block].nbytes for block in sorted(placement.on_disk - plan.in_place.keys())}
             disk = DiskBlocks(job.config.offload_path, plan.in_place, sizes, DirectIO())
             closing.callback(disk.close)
         store = BlockStore(layouts, devices, placement.resident, plan.pinned, buffers, disk)

@@ -515,8 +515,6 @@ def _host_budget(job: Job, placement: Placement) -> int | None:
         budget = int(config.host_memory * GIB)
     elif config.disk_offload:
         budget = 0
-    elif "engine" in config.auto:
-        return None
     else:
         of_device = 0 if job.on_gpu else placement.device_bytes + job.cache_device_bytes + job.activation_bytes
         largest_bytes = job.sizes.parameter_bytes // max(1, placement.layers)  # a layer while it is loaded

@@ -1,0 +1,353 @@
+"""Weights on NVMe with the stream engine: the ids of weights in memory, the plan's budgets, and faults of disk and files."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import VOCAB, plain_ids, small_disk
+from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load, save_as
+
+from zero_inference.config.run_config import RunConfig
+from zero_inference.engines.offload_folder import OffloadWorkspace
+from zero_inference.engines.stream.disk import DISK_SLOTS, DiskBlocks, DiskReader, Extent
+from zero_inference.errors import RunError, UsageError
+from zero_inference.hardware.machine import Machine
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
+from zero_inference.planning.make_plan import make_plan
+from zero_inference.planning.plan import build_job
+from zero_inference.utils.direct_io import DirectIO
+from zero_inference.utils.ranks import detect_ranks
+from zero_inference.utils.timing import Transfers
+
+GIB = 1 << 30
+SIZES = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)
+MORE = {
+    "gpt2": dict(model_type="gpt2", n_embd=64, n_layer=4, n_head=4, n_positions=64),
+    "qwen3_moe": SIZES | dict(
+        model_type="qwen3_moe", num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
+    "gpt_oss": SIZES | dict(
+        model_type="gpt_oss", num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        intermediate_size=64,
+    ),
+}  # fmt: skip
+IDS = random_ids(0, BATCH, PROMPT, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints, tmp_path_factory):
+    """Return the function name -> folder of a checkpoint in float32."""
+
+    @functools.cache
+    def get(name: str) -> Path:
+        if name not in MORE:
+            return checkpoints(name)
+        save_as(name, MORE[name], folder := tmp_path_factory.mktemp(name) / "model")
+        return folder
+
+    return get
+
+
+def plan_of(folder, machine=Machine(), **options):
+    chosen = dict(engine="stream", dtype="float32", batch_size=BATCH, prompt_len=PROMPT, gen_len=GEN, gpu_memory=0)
+    config = RunConfig(model=str(folder), **chosen | options).validate()
+    ranks = detect_ranks()
+    return make_plan(build_job(config, resolve_model(config, ranks.device.type), ranks, machine=machine)).engine_plan
+
+
+def budget(folder, share: float, **options) -> float:
+    """Return the GiB of host memory that hold the slots of blocks on disk, and a share of what then is not in host memory."""
+    placement = plan_of(folder, disk_offload=True, **options).placement
+    slots = placement.disk_slots_bytes
+    return (slots + share * max(0, placement.disk_bytes - slots) + placement.embedding_bytes) / GIB
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_the_ids_are_those_of_weights_in_memory(family, bits, models, tmp_path):
+    """With all blocks on disk, half of them, and nearly none."""
+    folder, options = models(family), dict(quant_bits=bits, offload_dir=str(tmp_path))
+    if bits < 16:
+        options["quant_group_size"] = 16
+    expected = plain_ids(folder, IDS, GEN) if bits == 16 else ids_of(folder, **options)
+    for share in (0, 0.5, 0.9):
+        loaded, spec, ranks = load(folder, host_memory=budget(folder, share, **options), **options)
+        measured = generate(loaded, spec, ranks)
+        read = [loop.moved.disk_read_bytes_per_step for loop in measured.loops]
+        loaded.close()
+        assert torch.equal(measured.output_ids, expected), share
+        assert min(read) > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_slow_disk_that_answers_in_any_order_keeps_the_ids(family, checkpoints, tmp_path, monkeypatch):
+    folder, pread = checkpoints(family), os.preadv
+
+    def slow(file, buffers, offset):
+        time.sleep(random.random() * 0.004)
+        return pread(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    assert torch.equal(ids_of(folder, disk_offload=True, offload_dir=str(tmp_path)), plain_ids(folder, IDS, GEN))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(devices=2),
+        dict(decode_graph="on"),
+        dict(kv_offload=True),
+        dict(cpu_compute="0.5", share=0.6),
+        dict(ring_depth=2),
+        dict(gpu_memory=0.0001),
+        dict(pin_memory=0),
+    ],
+    ids=str,
+)
+def test_together_with_other_options(options, checkpoints, tmp_path):
+    folder, options = checkpoints("llama"), dict(options)
+    host = budget(folder, options.pop("share", 0.3))
+    assert torch.equal(
+        ids_of(folder, host_memory=host, offload_dir=str(tmp_path), **options), plain_ids(folder, IDS, GEN)
+    )
+
+
+def test_a_checkpoint_is_read_in_place(checkpoints, tmp_path):
+    """Nothing is written, and layers are not read while loading, except those that are compared."""
+    folder = checkpoints("llama")
+    plan = plan_of(folder, disk_offload=True, offload_dir=str(tmp_path / "unused"))
+    assert plan.in_place.keys() == plan.placement.on_disk and plan.footprint.disk == 0 < plan.disk_bytes
+    assert {extent.path.parent for extents in plan.in_place.values() for extent in extents} == {Path(folder)}
+    loaded, spec, ranks = load(folder, disk_offload=True, offload_dir=str(tmp_path / "unused"))
+    found = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    assert torch.equal(found, plain_ids(folder, IDS, GEN)) and not (tmp_path / "unused").exists()
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("gpt2", {}),
+        ("mixtral", {}),
+        ("llama", dict(quant_bits=4, quant_group_size=16)),
+        ("llama", dict(dtype="bfloat16")),
+    ],
+)
+def test_other_weights_are_written_once(family, options, models, tmp_path):
+    """Transposed, fused and quantized weights, and those of another dtype: to a file that goes with the run."""
+    folder = models(family)
+    plan = plan_of(folder, disk_offload=True, offload_dir=str(tmp_path), **options)
+    written = plan.placement.on_disk - plan.in_place.keys()
+    assert written and plan.footprint.disk == sum(plan.placement.disk_file[block] for block in written)
+    loaded, *_ = load(folder, disk_offload=True, offload_dir=str(tmp_path), **options)
+    (file,) = tmp_path.glob("*/blocks.bin")
+    assert file.stat().st_size == plan.footprint.disk and file.stat().st_mode & 0o077 == 0
+    loaded.close()
+    assert not list(tmp_path.iterdir())
+
+
+def resident_pages(path: Path) -> int:
+    """Return how many pages of a file are in the page cache."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE) as pages:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype, libc.mmap.argtypes = (
+            ctypes.c_void_p,
+            [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+        )
+        address = libc.mmap(None, len(pages), mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        found = (ctypes.c_ubyte * -(-len(pages) // mmap.PAGESIZE))()
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), found) == 0
+        libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)))
+        return sum(each & 1 for each in found)
+
+
+def test_the_page_cache_is_not_used(checkpoints, tmp_path):
+    folder = checkpoints("llama")
+    loaded, spec, ranks = load(folder, disk_offload=True, offload_dir=str(tmp_path), quant_bits=8, quant_group_size=16)
+    generate(loaded, spec, ranks)
+    (file,) = tmp_path.glob("*/blocks.bin")
+    assert resident_pages(file) == 0
+    file.read_bytes()
+    assert resident_pages(file) > 0  # which the count sees
+    loaded.close()
+
+
+def test_a_thousand_steps_read_what_was_planned_in_steady_memory(checkpoints, tmp_path):
+    folder, process = checkpoints("llama"), psutil.Process()
+    length = 1000
+    options = dict(host_memory=budget(folder, 0.4), offload_dir=str(tmp_path), quant_bits=8, quant_group_size=16)
+    loaded, spec, ranks = load(folder, gen_len=length, **options)
+    model, ids = loaded.model, IDS[:, :1].to(loaded.device)
+    disk_bytes = plan_of(folder, gen_len=length, **options).disk_bytes
+    for _ in range(100):
+        model(input_ids=ids, use_cache=False)
+    before, read, files = process.memory_info().rss, loaded.transfers.disk_read_bytes, process.num_fds()
+    for _ in range(length):
+        model(input_ids=ids, use_cache=False)
+    assert process.memory_info().rss - before < 8 << 20
+    assert process.num_fds() == files
+    assert loaded.transfers.disk_read_bytes - read == pytest.approx(length * disk_bytes, rel=0.2)  # in whole pages
+    loaded.close()
+
+
+def test_a_pass_that_failed_does_not_confuse_the_next(checkpoints, tmp_path):
+    folder = checkpoints("llama")
+    loaded, spec, ranks = load(folder, disk_offload=True, offload_dir=str(tmp_path))
+    layer = loaded.model.model.layers[1]
+    handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loaded.model(input_ids=IDS.to(loaded.device))
+    handle.remove()
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, plain_ids(folder, IDS, GEN))
+    loaded.close()
+
+
+# The reader
+
+
+def reader_of(folder: Path, contents: list[bytes], offsets: list[int], order: list[int]) -> DiskReader:
+    """Return a reader of blocks that are at any `offsets` of one file each."""
+    extents = {}
+    for block, (data, offset) in enumerate(zip(contents, offsets)):
+        path = folder / f"{block}.bin"
+        path.write_bytes(bytes(offset) + data)
+        os.sync()
+        extents[block] = [Extent(path, offset, len(data))]
+    disk = DiskBlocks(folder, extents, {}, DirectIO(read_bytes=8192, queue_depth=4))
+    reader = DiskReader(order, disk, pinned=False, transfers=Transfers())
+    reader.start()
+    return reader
+
+
+def taken(reader: DiskReader, block: int) -> bytes:
+    slot, pieces = reader.take(block)
+    found = b"".join(piece.numpy().tobytes() for piece, _ in pieces)
+    reader.release(slot)
+    return found
+
+
+def test_blocks_are_read_from_any_offset_and_in_any_order(tmp_path):
+    contents = [os.urandom(size) for size in (1, 4096, 4097, 40000, 12288)]
+    reader = reader_of(tmp_path, contents, [0, 8, 4095, 123, 4096], list(range(5)))
+    assert len(reader.slots) == DISK_SLOTS
+    for block in [0, 1, 2, 3, 4, 0, 1, 4, 2, 2, 1, 0, 3, 3, 4]:  # a pass, and what follows failed ones
+        assert taken(reader, block) == contents[block], block
+    assert reader.measure_gb_per_s(100_000) > 0
+    assert taken(reader, 1) == contents[1]
+    reader.close()
+
+
+@pytest.mark.parametrize("fault", ["changed", "cut short", "touched"])
+def test_a_file_that_changes_while_it_is_used_is_an_error(fault, tmp_path):
+    contents = [os.urandom(30000) for _ in range(5)]
+    reader = reader_of(tmp_path, contents, [0] * 5, list(range(5)))
+    path = tmp_path / "4.bin"
+    for block in range(4):
+        taken(reader, block)
+    if fault == "changed":
+        with open(path, "r+b") as file:
+            file.write(b"other bytes")
+    elif fault == "cut short":
+        os.truncate(path, 100)
+    else:
+        os.utime(path, (1, 1))
+    with pytest.raises(RunError, match="4.bin: the file has changed while its weights were in use"):
+        reader.take(4)
+    reader.close()
+
+
+def test_a_file_that_is_too_short_is_an_error(tmp_path):
+    reader = reader_of(tmp_path, [os.urandom(30000)], [0], [0])
+    reader.close()
+    disk = DiskBlocks(tmp_path, {0: [Extent(tmp_path / "0.bin", 0, 40000)]}, {}, DirectIO())
+    reader = DiskReader([0], disk, pinned=False, transfers=Transfers())
+    reader.start()
+    with pytest.raises(RunError, match="0.bin: could not be read .the file ends at byte 30000, 10000 bytes too early"):
+        reader.take(0)
+    reader.close()
+    disk.close()
+
+
+# The plan
+
+
+def test_blocks_are_divided_by_the_budget_of_host_memory(checkpoints, tmp_path):
+    folder = checkpoints("llama")
+    everything = plan_of(folder).placement
+    assert not everything.on_disk and everything.disk_slots_bytes == 0
+    for share in (0, 0.3, 0.7):
+        given = budget(folder, share)
+        plan = plan_of(folder, host_memory=given, offload_dir=str(tmp_path))
+        placement = plan.placement
+        assert {*placement.in_host_memory, *placement.on_disk} == {*placement.offloaded} and placement.on_disk
+        assert plan.footprint.host <= given * GIB + 1
+        assert placement.host_bytes <= share * placement.nbytes_of(placement.offloaded)
+        assert plan.disk_bytes == placement.disk_bytes and not placement.cpu_computed & placement.on_disk
+    assert not plan_of(folder, host_memory=1).placement.on_disk
+
+
+def test_host_memory_that_is_too_small_sends_the_rest_to_disk(tmp_path):
+    """Without an option that asks for it; auto weighs it against other engines and fewer bits instead."""
+    options = dict(model="llama-2-13b", dummy=True, dtype="bfloat16", offload_dir=str(tmp_path))
+    small = Machine(host_limit_bytes=16 * GIB)
+    plan = plan_of(machine=small, folder="llama-2-13b", **{k: v for k, v in options.items() if k != "model"})
+    assert 0 < plan.placement.disk_bytes < 24 * GIB and plan.footprint.host < 16 * GIB
+    assert plan.footprint.disk == plan.placement.disk_bytes
+    assert "and on disk" in plan.describe_location() and "of it from disk" in plan.in_words()[0]
+
+
+def test_an_offload_that_would_do_nothing_is_refused(checkpoints, tmp_path):
+    with pytest.raises(UsageError, match="all weights fit on the device and in --host-memory"):
+        plan_of(checkpoints("llama"), disk_offload=True, host_memory=4, offload_dir=str(tmp_path))
+
+
+# Faults of the offload folder
+
+
+def test_a_full_disk_is_found_before_weights_are_read(checkpoints, tmp_path):
+    folder = checkpoints("llama")
+    with small_disk(tmp_path / "small", "100k") as small:
+        options = dict(disk_offload=True, offload_dir=str(small), quant_bits=8, quant_group_size=16)
+        with pytest.raises(UsageError, match="is needed and .* is free; choose another folder"):
+            load(folder, **options)
+        assert not list(small.iterdir())
+
+
+def test_a_disk_that_fills_up_while_weights_are_written(checkpoints, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with small_disk(tmp_path / "small", "100k") as small:
+        options = dict(disk_offload=True, offload_dir=str(small), quant_bits=8, quant_group_size=16)
+        with pytest.raises(RunError, match="the offload folder has no space for .* more"):
+            load(checkpoints("llama"), **options)
+        assert not list(small.iterdir())
+
+
+def test_runs_do_not_touch_each_others_files(checkpoints, tmp_path):
+    folder, options = (
+        checkpoints("llama"),
+        dict(disk_offload=True, offload_dir=str(tmp_path), quant_bits=8, quant_group_size=16),
+    )
+    expected = ids_of(folder, quant_bits=8, quant_group_size=16)
+    other = OffloadWorkspace(tmp_path)
+    first, spec, ranks = load(folder, **options)
+    second, *_ = load(folder, **options)
+    assert len(list(tmp_path.glob("*/blocks.bin"))) == 2
+    assert torch.equal(generate(first, spec, ranks).output_ids, expected)
+    first.close()
+    assert torch.equal(generate(second, spec, ranks).output_ids, expected)
+    second.close()
+    assert list(tmp_path.iterdir()) == [other.path]
+    other.close()
