@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 import random
@@ -19,7 +20,7 @@ from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load, save_as
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.offload_folder import OffloadWorkspace
-from zero_inference.engines.stream.disk import DISK_SLOTS, DiskBlocks, DiskReader, Extent
+from zero_inference.engines.stream.disk import DiskBlocks, DiskReader, Extent
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.prompts import random_ids
@@ -45,6 +46,12 @@ MORE = {
 IDS = random_ids(0, BATCH, PROMPT, VOCAB)
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Slots that are smaller than most blocks of these models."""
+    monkeypatch.setattr("zero_inference.engines.stream.disk.PIECE_BYTES", 16384)
+
+
 @pytest.fixture(scope="module")
 def models(checkpoints, tmp_path_factory):
     """Return the function name -> folder of a checkpoint in float32."""
@@ -59,11 +66,13 @@ def models(checkpoints, tmp_path_factory):
     return get
 
 
-def plan_of(folder, machine=Machine(), **options):
+def plan_of(folder, machine=None, **options):
     chosen = dict(engine="stream", dtype="float32", batch_size=BATCH, prompt_len=PROMPT, gen_len=GEN, gpu_memory=0)
     config = RunConfig(model=str(folder), **chosen | options).validate()
     ranks = detect_ranks()
-    return make_plan(build_job(config, resolve_model(config, ranks.device.type), ranks, machine=machine)).engine_plan
+    return make_plan(
+        build_job(config, resolve_model(config, ranks.device.type), ranks, machine=machine or Machine())
+    ).engine_plan
 
 
 def budget(folder, share: float, **options) -> float:
@@ -217,42 +226,51 @@ def test_a_pass_that_failed_does_not_confuse_the_next(checkpoints, tmp_path):
 # The reader
 
 
-def reader_of(folder: Path, contents: list[bytes], offsets: list[int], order: list[int]) -> DiskReader:
-    """Return a reader of blocks that are at any `offsets` of one file each."""
+def disk_of(folder: Path, contents: list[bytes], offsets: list[int]) -> DiskBlocks:
+    """Return blocks that are at any `offsets` of one file each."""
     extents = {}
     for block, (data, offset) in enumerate(zip(contents, offsets)):
         path = folder / f"{block}.bin"
         path.write_bytes(bytes(offset) + data)
-        os.sync()
         extents[block] = [Extent(path, offset, len(data))]
-    disk = DiskBlocks(folder, extents, {}, DirectIO(read_bytes=8192, queue_depth=4))
-    reader = DiskReader(order, disk, pinned=False, transfers=Transfers())
-    reader.start()
-    return reader
+    os.sync()
+    return DiskBlocks(folder, extents, {}, DirectIO(read_bytes=8192, queue_depth=4))
 
 
 def taken(reader: DiskReader, block: int) -> bytes:
-    slot, pieces = reader.take(block)
-    found = b"".join(piece.numpy().tobytes() for piece, _ in pieces)
-    reader.release(slot)
+    """Take all pieces of a block, as a ring buffer does."""
+    found, nbytes = b"", reader.disk.block_bytes(block)
+    while len(found) < nbytes:
+        slot, memory, piece = reader.take(block)
+        assert piece.begin == len(found)
+        found += memory.numpy().tobytes()
+        reader.release(slot)
     return found
 
 
-def test_blocks_are_read_from_any_offset_and_in_any_order(tmp_path):
-    contents = [os.urandom(size) for size in (1, 4096, 4097, 40000, 12288)]
-    reader = reader_of(tmp_path, contents, [0, 8, 4095, 123, 4096], list(range(5)))
-    assert len(reader.slots) == DISK_SLOTS
-    for block in [0, 1, 2, 3, 4, 0, 1, 4, 2, 2, 1, 0, 3, 3, 4]:  # a pass, and what follows failed ones
-        assert taken(reader, block) == contents[block], block
-    assert reader.measure_gb_per_s(100_000) > 0
-    assert taken(reader, 1) == contents[1]
+def test_blocks_are_read_from_any_offset_and_in_any_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero_inference.engines.stream.disk.PIECE_BYTES", 20000)
+    contents = [os.urandom(size) for size in (1, 4096, 4097, 90000, 12288)]
+    disk = disk_of(tmp_path, contents, [0, 8, 4095, 123, 4096])
+    reader = DiskReader(range(5), disk, pinned=False, transfers=Transfers())
+    for order in ([0, 1, 2, 3, 4, 0], [3, 3, 0], [4, 1], []):  # each stays the last one for ever
+        reader.follow(itertools.chain([2], itertools.cycle(order)))
+        for block in [2, *order, *order]:
+            assert taken(reader, block) == contents[block], block
+        if order:
+            assert reader.measure_gb_per_s(100_000) > 0
+            assert taken(reader, order[0]) == contents[order[0]], "what was measured does not count"
+    reader.follow([3], begin=20000)
+    assert reader.take(3)[2] == (3, 20000, 40000)
     reader.close()
+    disk.close()
 
 
 @pytest.mark.parametrize("fault", ["changed", "cut short", "touched"])
 def test_a_file_that_changes_while_it_is_used_is_an_error(fault, tmp_path):
-    contents = [os.urandom(30000) for _ in range(5)]
-    reader = reader_of(tmp_path, contents, [0] * 5, list(range(5)))
+    disk = disk_of(tmp_path, [os.urandom(30000) for _ in range(5)], [0] * 5)
+    reader = DiskReader(range(5), disk, pinned=False, transfers=Transfers())
+    reader.follow(itertools.cycle(range(5)))
     path = tmp_path / "4.bin"
     for block in range(4):
         taken(reader, block)
@@ -266,16 +284,16 @@ def test_a_file_that_changes_while_it_is_used_is_an_error(fault, tmp_path):
     with pytest.raises(RunError, match="4.bin: the file has changed while its weights were in use"):
         reader.take(4)
     reader.close()
+    disk.close()
 
 
 def test_a_file_that_is_too_short_is_an_error(tmp_path):
-    reader = reader_of(tmp_path, [os.urandom(30000)], [0], [0])
-    reader.close()
+    (tmp_path / "0.bin").write_bytes(os.urandom(30000))
     disk = DiskBlocks(tmp_path, {0: [Extent(tmp_path / "0.bin", 0, 40000)]}, {}, DirectIO())
     reader = DiskReader([0], disk, pinned=False, transfers=Transfers())
-    reader.start()
+    reader.follow([0])
     with pytest.raises(RunError, match="0.bin: could not be read .the file ends at byte 30000, 10000 bytes too early"):
-        reader.take(0)
+        taken(reader, 0)
     reader.close()
     disk.close()
 

@@ -7,6 +7,7 @@ Threads wait in `preadv`, each for one part of a read. That reads as fast as lib
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from zero_inference.errors import RunError
+from zero_inference.utils.host_memory import host_empty
 
 ALIGNMENT = 4096  # of offsets, lengths and memory; no disk asks for more
 READ_BYTES, QUEUE_DEPTH = 8 << 20, 16  # of one request, and requests at once, where they were not measured
@@ -36,31 +38,41 @@ class DirectIO:
     def __init__(self, read_bytes: int = READ_BYTES, queue_depth: int = QUEUE_DEPTH):
         self.read_bytes = read_bytes
         self.pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="direct-io")
+        self.of_thread = threading.local()
 
     def read(
-        self,
-        file: int,
-        memory: torch.Tensor,
-        offset: int,
-        needed_bytes: int | None = None,
-        before: Callable[[], object] | None = None,
+        self, file: int, memory: torch.Tensor, offset: int, before: Callable[[], object] | None = None
     ) -> list[Future[int]]:
-        """Request a read into `memory`, uint8 [bytes] at an aligned address; the result of each future is the bytes that were read.
+        """Request a read into `memory`, uint8 [bytes], from any `offset`; the result of each future is the bytes that the disk read.
+
+        What is not aligned in memory as it is in the file is read into a buffer of the thread, and copied.
 
         Args:
-            offset: in the file, aligned.
-            needed_bytes: the file may end after so many; default: all of `memory`.
             before: called first by each thread that takes part.
         """
-        needed = memory.numel() if needed_bytes is None else needed_bytes
+        # all parts but the first begin at aligned offsets
+        starts = [0, *range(self.read_bytes - offset % ALIGNMENT, memory.numel(), self.read_bytes)]
+        ends = [*starts[1:], memory.numel()]
+        return [self.pool.submit(self._part, file, memory[a:b], offset + a, before) for a, b in zip(starts, ends)]
 
-        def part(start: int, part_needed: int) -> int:
-            if before is not None:
-                before()
-            return _whole(os.preadv, file, memory[start : start + self.read_bytes], offset + start, part_needed)
+    def _part(self, file: int, memory: torch.Tensor, offset: int, before: Callable[[], object] | None) -> int:
+        if before is not None:
+            before()
+        nbytes = memory.numel()
+        if not (memory.data_ptr() % ALIGNMENT or offset % ALIGNMENT or nbytes % ALIGNMENT):
+            return _whole(os.preadv, file, memory, offset, nbytes)
+        begin = offset // ALIGNMENT * ALIGNMENT
+        end = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
+        buffer = self._buffer()[: end - begin]
+        done = _whole(os.preadv, file, buffer, begin, offset + nbytes - begin)
+        memory.numpy()[:] = buffer[offset - begin : offset - begin + nbytes].numpy()  # torch would start threads
+        return done
 
-        starts = range(0, memory.numel(), self.read_bytes)
-        return [self.pool.submit(part, start, min(self.read_bytes, needed - start)) for start in starts]
+    def _buffer(self) -> torch.Tensor:
+        """Return aligned memory of this thread for one request."""
+        if not hasattr(self.of_thread, "buffer"):
+            self.of_thread.buffer = host_empty((self.read_bytes + ALIGNMENT,), torch.uint8, pinned=False)
+        return self.of_thread.buffer
 
     def write(self, file: int, memory: torch.Tensor, offset: int) -> None:
         """Write `memory` at an aligned `offset`, and return when it is done. Raises OSError."""

@@ -1,8 +1,8 @@
 """Blocks on NVMe: where they are (`DiskBlocks`), and reads of them ahead of use (`DiskReader`).
 
-A pass uses all blocks on disk, in the same order each time, so a reader goes round in that order: as soon as a slot in host memory is free,
-it requests the next block into it, in parts that several threads read at once (`utils.direct_io`). The ring buffer takes each block from
-its slot. The disk never waits for the device while a slot is free.
+The ring buffer knows which blocks it will copy, also in the passes to come, so the reader goes ahead in that order: as soon as a slot in
+host memory is free, it requests the next piece of a block into it, in parts that several threads read at once (`utils.direct_io`). The ring
+buffer copies the piece to the device, and gives the slot back. The disk never waits for the device while a slot is free.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain, islice, tee
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -27,7 +28,9 @@ from zero_inference.utils.timing import Transfers
 
 FILE_NAME = "blocks.bin"
 MEASURED_BYTES = 2 << 30  # of a measurement: about a second
-DISK_SLOTS = 3  # one is read, one may be read next, and one is copied to the device
+PIECE_BYTES = 128 << 20  # that one slot holds: 50 ms of a fast disk
+DISK_SLOTS = 4  # two are read, one is waited for and one is copied to the device
+Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,9 @@ class Extent:
     nbytes: int
     buffer_offset: int = 0
 
-    @property
-    def read_begin(self) -> int:
-        return self.offset // ALIGNMENT * ALIGNMENT
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of the direct read that contains it."""
-        return -(-(self.offset + self.nbytes) // ALIGNMENT) * ALIGNMENT - self.read_begin
-
-
-def slot_bytes_of(extents: Sequence[Extent]) -> int:
-    """Return the bytes of host memory that a block is read into."""
-    return sum(extent.read_bytes for extent in extents)
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def extents_in_file(path: Path, sizes: Mapping[int, int]) -> dict[int, list[Extent]]:
@@ -59,8 +52,13 @@ def extents_in_file(path: Path, sizes: Mapping[int, int]) -> dict[int, list[Exte
     found, end = {}, 0
     for block, nbytes in sizes.items():
         found[block] = [Extent(path, end, nbytes)]
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        end += _whole_pages(nbytes)
     return found
+
+
+def slot_bytes(largest: int) -> int:
+    """Return the bytes of each of `DISK_SLOTS` slots for blocks of up to `largest` bytes."""
+    return min(PIECE_BYTES, _whole_pages(largest))
 
 
 class DiskBlocks:
@@ -78,9 +76,10 @@ class DiskBlocks:
 
     def __init__(self, folder: Path, in_place: Mapping[int, Sequence[Extent]], sizes: Mapping[int, int], io: DirectIO):
         self.io, self.extents, self.written = io, dict(in_place), frozenset(sizes)
-        self.file: int | None = None
+        self.file: int | None = None  # descriptor for writes
         self.closing = ExitStack()
-        self.closing.callback(io.close)
+        self.files: dict[Path, int] = {}  # descriptors for reads
+        self.states: dict[Path, tuple[int, int]] = {}  # of the files when they were opened
         if not sizes:
             return
         with ExitStack() as closing:
@@ -93,13 +92,13 @@ class DiskBlocks:
             closing.callback(workspace.close)
             self.path = workspace.path / FILE_NAME
             self.extents |= extents_in_file(self.path, sizes)
-            reserve(self.path, sum(slot_bytes_of(self.extents[block]) for block in sizes))
+            reserve(self.path, sum(map(_whole_pages, sizes.values())))
             self.file = _opened(self.path, os.O_WRONLY)
             self.closing.push(closing.pop_all())
 
     def empty_buffer(self, block: int) -> torch.Tensor:
         """Return host memory to fill with a block and to `write`: uint8, longer than the block."""
-        return host_empty((slot_bytes_of(self.extents[block]),), torch.uint8, pinned=False)
+        return host_empty((_whole_pages(self.block_bytes(block)),), torch.uint8, pinned=False)
 
     def write(self, block: int, buffer: torch.Tensor) -> None:
         try:
@@ -116,126 +115,151 @@ class DiskBlocks:
             os.close(self.file)
             self.file = None
 
+    def block_bytes(self, block: int) -> int:
+        return max(extent.buffer_offset + extent.nbytes for extent in self.extents[block])
+
+    def read(self, block: int, memory: torch.Tensor, begin: int, after: Wait | None = None) -> list[Future[int]]:
+        """Request the bytes of a block's buffer from `begin` on into `memory`, uint8, as `DirectIO.read`; gaps in it are not read."""
+        parts: list[Future[int]] = []
+        for extent in self.extents[block]:
+            first, last = extent.buffer_offset, extent.buffer_offset + extent.nbytes
+            low, high = max(first, begin), min(last, begin + memory.numel())
+            if low < high:
+                file = self._open(extent.path)
+                parts += self.io.read(file, memory[low - begin : high - begin], extent.offset + low - first, after)
+        return parts
+
+    def finish_read(self, block: int, parts: Sequence[Future[int]]) -> int:
+        """Wait for `parts` of a `read`; return the bytes that the disk read.
+
+        Raises:
+            RunError: a file cannot be read, is too short, or has changed since it was opened.
+        """
+        wait(parts)
+        for path in dict.fromkeys(extent.path for extent in self.extents[block]):
+            if _state(self.files[path]) != self.states[path]:
+                raise RunError(f"{path}: the file has changed while its weights were in use; start the run again.")
+        try:
+            return sum(part.result() for part in parts)
+        except (OSError, RunError) as error:
+            paths = ", ".join(str(path) for path in dict.fromkeys(each.path for each in self.extents[block]))
+            raise RunError(f"{paths}: could not be read ({getattr(error, 'strerror', None) or error}).") from error
+
+    def _open(self, path: Path) -> int:
+        if path not in self.files:
+            self.files[path] = _opened(path)
+            self.closing.callback(os.close, self.files[path])
+            self.states[path] = _state(self.files[path])
+        return self.files[path]
+
     def close(self) -> None:
         with suppress(OSError):  # nobody reads the file any more
             self.finish()
+        self.io.close()  # before its files
         self.closing.close()
 
 
-@dataclass
-class _Read:
+class Piece(NamedTuple):
+    """Bytes of a block's buffer that are read into one slot."""
+
     block: int
+    begin: int
+    end: int
+
+
+class _Read(NamedTuple):
+    piece: Piece
     slot: int
     parts: list[Future[int]]
 
 
 class DiskReader:
-    """Reads blocks from disk into slots of host memory, in the order in which passes use them, over and over.
+    """Reads blocks from disk, in pieces, into slots of host memory, in the order in which they will be taken.
 
     Args:
-        order: the blocks.
-        extents: where each is.
+        blocks: those that it may be asked for.
         pinned: the slots are page-locked.
     """
 
-    def __init__(self, order: Sequence[int], disk: DiskBlocks, pinned: bool, transfers: Transfers):
-        self.order, self.extents, self.io, self.transfers = list(order), disk.extents, disk.io, transfers
-        extents = self.extents
-        paths = dict.fromkeys(extent.path for block in order for extent in extents[block])
-        self.files = {path: _opened(path) for path in paths}
-        self.states = {path: _state(file) for path, file in self.files.items()}
-        nbytes = max(slot_bytes_of(extents[block]) for block in order)
-        self.slots = [host_empty((nbytes,), torch.uint8, pinned) for _ in range(min(DISK_SLOTS, len(self.order)))]
+    def __init__(self, blocks: Collection[int], disk: DiskBlocks, pinned: bool, transfers: Transfers):
+        self.disk, self.transfers = disk, transfers
+        nbytes = slot_bytes(max(disk.block_bytes(block) for block in blocks))
+        self.slots = [host_empty((nbytes,), torch.uint8, pinned) for _ in range(DISK_SLOTS)]
+        self.free: deque[tuple[int, Wait | None]] = deque((slot, None) for slot in range(DISK_SLOTS))
         self.reads: deque[_Read] = deque()  # requested and not taken yet, in order
-        self.position = 0  # in `order`, of the next block to request
+        self.upcoming: Iterator[Piece] = iter(())  # those after `reads`
 
-    def start(self) -> None:
-        """Request the first blocks."""
-        for slot in range(len(self.slots)):
-            self._request_next(slot)
+    def follow(self, blocks: Iterable[int], begin: int = 0) -> None:
+        """Read these blocks from now on, which may be endless; the first one from byte `begin` on. What was read already is kept if it is
+        what they begin with."""
+        pieces = self._pieces(blocks, begin)
+        expected = list(islice(pieces, len(self.reads)))
+        if [read.piece for read in self.reads] != expected:
+            self._drop()
+            pieces = chain(expected, pieces)
+        self.upcoming = pieces
+        self._request_all()
 
-    def is_read(self, block: int) -> bool:
-        """Return whether `take` would not wait for `block`."""
-        return bool(self.reads) and self.reads[0].block == block and all(part.done() for part in self.reads[0].parts)
+    def is_read(self) -> bool:
+        """Return whether `take` would not wait."""
+        return bool(self.reads) and all(part.done() for part in self.reads[0].parts)
 
-    def take(self, block: int) -> tuple[int, list[tuple[torch.Tensor, int]]]:
-        """Wait until `block` is read; return its slot and its pieces there: (uint8, offset in the block's buffer). `release` must follow.
+    def take(self, block: int) -> tuple[int, torch.Tensor, Piece]:
+        """Wait for the next piece, which is of `block`; return its slot, and its bytes there, uint8. `release` must follow.
 
         Raises:
             RunError: the file cannot be read, is too short, or has changed.
         """
-        self._skip_to(block)
         read = self.reads.popleft()
-        for path in dict.fromkeys(extent.path for extent in self.extents[block]):
-            if _state(self.files[path]) != self.states[path]:
-                raise RunError(f"{path}: the file has changed while its weights were in use; start the run again.")
-        self.transfers.disk_read_bytes += self._finish(read)
-        memory, begin, pieces = self.slots[read.slot], 0, []
-        for extent in self.extents[block]:
-            first = begin + extent.offset - extent.read_begin
-            pieces.append((memory[first : first + extent.nbytes], extent.buffer_offset))
-            begin += extent.read_bytes
-        return read.slot, pieces
+        assert read.piece.block == block, (read.piece, block)
+        self.transfers.disk_read_bytes += self.disk.finish_read(block, read.parts)
+        return read.slot, self.slots[read.slot][: read.piece.end - read.piece.begin], read.piece
 
-    def release(self, slot: int, after: Callable[[], object] | None = None) -> None:
-        """Request the next block into `slot`, once `after` returns; it runs in other threads."""
-        self._request_next(slot, after)
+    def release(self, slot: int, after: Wait | None = None) -> None:
+        """Let `slot` be read into once `after` returns; it is called in other threads."""
+        self.free.append((slot, after))
+        self._request_all()
 
     def measure_gb_per_s(self, nbytes: int = MEASURED_BYTES) -> float:
-        """Return the rate of reading the next blocks, at least `nbytes`, with no other work; what was read ahead is read again later."""
-        self._wait()
+        """Return the rate of reading the next blocks, at least `nbytes` if there are so many, with no other work."""
+        resumed = [read.piece for read in self.reads]
+        self._drop()
+        self.upcoming, before = tee(chain(resumed, self.upcoming))
         start, done = time.perf_counter(), 0
-        self.start()
-        while done < nbytes:
+        self._request_all()
+        while done < nbytes and self.reads:
             read = self.reads.popleft()
-            done += self._finish(read)
-            self._request_next(read.slot)
-        return done / (time.perf_counter() - start) / 1e9
+            done += self.disk.finish_read(read.piece.block, read.parts)
+            self.release(read.slot)
+        rate = done / (time.perf_counter() - start) / 1e9
+        self._drop()
+        self.upcoming = before
+        self._request_all()
+        return rate
 
     def close(self) -> None:
-        self._wait()
+        self._drop()
         self.slots.clear()
-        for file in self.files.values():
-            os.close(file)
-        self.files.clear()
 
-    def _wait(self) -> None:
+    def _pieces(self, blocks: Iterable[int], begin: int) -> Iterator[Piece]:
+        size = self.slots[0].numel()
+        for block in blocks:
+            nbytes = self.disk.block_bytes(block)
+            for start in range(begin, nbytes, size):
+                yield Piece(block, start, min(start + size, nbytes))
+            begin = 0
+
+    def _request_all(self) -> None:
+        while self.free and (piece := next(self.upcoming, None)) is not None:
+            slot, after = self.free.popleft()
+            memory = self.slots[slot][: piece.end - piece.begin]
+            self.reads.append(_Read(piece, slot, self.disk.read(piece.block, memory, piece.begin, after)))
+
+    def _drop(self) -> None:
         for read in self.reads:
             wait(read.parts)
+            self.free.append((read.slot, None))
         self.reads.clear()
-
-    def _request_next(self, slot: int, after: Callable[[], object] | None = None) -> None:
-        block = self.order[self.position]
-        self.position = (self.position + 1) % len(self.order)
-        parts, begin = [], 0
-        for extent in self.extents[block]:
-            memory = self.slots[slot][begin : begin + extent.read_bytes]
-            needed = extent.offset + extent.nbytes - extent.read_begin
-            parts += self.io.read(self.files[extent.path], memory, extent.read_begin, needed, after)
-            begin += extent.read_bytes
-        self.reads.append(_Read(block, slot, parts))
-
-    def _skip_to(self, block: int) -> None:
-        """Drop reads before that of `block`, or all if it was not requested: the model was called again after a call that failed midway."""
-        is_requested = any(read.block == block for read in self.reads)
-        if not is_requested:
-            self.position = self.order.index(block)
-        dropped = []
-        while self.reads and (self.reads[0].block != block or not is_requested):
-            dropped.append(self.reads.popleft())
-        for read in dropped:
-            wait(read.parts)
-        for read in dropped:
-            self._request_next(read.slot)
-
-    def _finish(self, read: _Read) -> int:
-        """Wait for a read and return its bytes."""
-        wait(read.parts)
-        try:
-            return sum(part.result() for part in read.parts)
-        except (OSError, RunError) as error:
-            paths = ", ".join(str(path) for path in dict.fromkeys(each.path for each in self.extents[read.block]))
-            raise RunError(f"{paths}: could not be read ({getattr(error, 'strerror', None) or error}).") from error
 
 
 def _opened(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -247,7 +271,7 @@ def _opened(path: Path, flags: int = os.O_RDONLY) -> int:
         ) from error
 
 
-def _state(file: int) -> tuple[Any, ...]:
+def _state(file: int) -> tuple[int, int]:
     """Return what changes when a file is written to."""
     found = os.fstat(file)
     return found.st_size, found.st_mtime_ns

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.disk import DISK_SLOTS
+from zero_inference.engines.stream.disk import DISK_SLOTS, slot_bytes
 from zero_inference.engines.stream.layout import aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
@@ -187,10 +187,6 @@ class Placement:
     def disk_bytes(self) -> int:
         return self.nbytes_of(self.on_disk)
 
-    def disk_slots_on(self, device: int) -> int:
-        """Return the slots of host memory that the blocks of `device` on disk are read into."""
-        return min(DISK_SLOTS, len(self.on(device, self.on_disk)))
-
     @property
     def disk_file(self) -> dict[int, int]:
         """Bytes of each block on disk, in order, as our own file has them."""
@@ -198,7 +194,11 @@ class Placement:
 
     @property
     def disk_slots_bytes(self) -> int:
-        return sum(map(self.disk_slots_on, self.devices)) * max(self.disk_file.values(), default=0)
+        """Bytes of host memory that blocks on disk are read into, of all devices."""
+        largest = [
+            max((self.disk_file[block] for block in self.on(each, self.on_disk)), default=0) for each in self.devices
+        ]
+        return DISK_SLOTS * sum(map(slot_bytes, largest))
 
     @property
     def embedding_bytes(self) -> int:

@@ -32,6 +32,7 @@ class _Fetch:
     block: int
     slot: int
     arrived: Any = None  # event after the copy; None while a block on disk is not read yet
+    copied: int = 0  # bytes of a block on disk whose copies are queued
 
 
 class RingBuffer:
@@ -55,8 +56,10 @@ class RingBuffer:
         gathered: Mapping[int, Callable[[torch.Tensor], int]] | None = None,
     ):
         self.store, self.timeline, self.transfers = store, timeline, transfers
-        on_disk = [block for block in blocks if store.disk is not None and block in store.disk.extents]
-        self.disk = DiskReader(on_disk, store.disk, store.pinned, transfers) if store.disk and on_disk else None
+        self.on_disk = frozenset(blocks) & (store.disk.extents.keys() if store.disk is not None else set())
+        self.disk: DiskReader | None = None
+        if store.disk is not None and self.on_disk:
+            self.disk = DiskReader(self.on_disk, store.disk, store.pinned, transfers)
         self.refills_after_layers = refills_after_layers
         self.streams, self.gathered = timeline.streams, dict(gathered or {})
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
@@ -81,8 +84,7 @@ class RingBuffer:
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
         self.streams.synchronize()
-        if self.disk is not None:
-            self.disk.start()
+        self._read_ahead()
         self._request_all()
 
     def fix_slots(self) -> Callable[[], None]:
@@ -127,6 +129,7 @@ class RingBuffer:
             self._drop(all_but=set(order[:depth]))
             self.position = 0
             self.requested_early = {fetch.block for fetch in self.pending}
+        self._read_ahead()
         self._request_all()
 
     def buffer_in(self, block: int, slot: int) -> torch.Tensor:
@@ -183,6 +186,7 @@ class RingBuffer:
         if block not in self.copy_order:
             self.copy_order = self.next_copy_order = tuple(sorted({*self.copy_order, *self.next_copy_order, block}))
         self.position = self.copy_order.index(block)
+        self._read_ahead()
         self._request_all()
         fetch = self.pending[0]
         if fetch.arrived is None:
@@ -212,13 +216,30 @@ class RingBuffer:
         if self.disk is not None:
             self._copy_from_disk()
 
+    def _read_ahead(self) -> None:
+        """Let the disk be read in the order of pending and later copies."""
+        if self.disk is None:
+            return
+        pending = [fetch for fetch in self.pending if fetch.arrived is None]
+        later = [block for block in self.copy_order[self.position :] if block not in self.requested_early]
+        blocks = [*(fetch.block for fetch in pending), *(block for block in later if block in self.on_disk)]
+        next_pass = [block for block in self.next_copy_order if block in self.on_disk]
+        self.disk.follow(chain(blocks, cycle(next_pass)), pending[0].copied if pending else 0)
+
     def _copy_from_disk(self, until: _Fetch | None = None) -> None:
         """Queue the copies of blocks that have been read from disk, in order, and wait for the reads up to that of `until`."""
         for fetch in self.pending:
-            if fetch.arrived is None:
-                if until is None and not self.disk.is_read(fetch.block):
+            while fetch.arrived is None:
+                if until is None and not self.disk.is_read():
                     return
-                self._copy(fetch)
+                slot, memory, piece = self.disk.take(fetch.block)
+                event = self._queue_copy(fetch, [(memory, piece.begin)])
+                copied = self.streams.blocking_event()
+                copied.record(self.copy_stream)
+                self.disk.release(slot, copied.synchronize)
+                fetch.copied = piece.end
+                if piece.end == self.store.disk.block_bytes(fetch.block):
+                    fetch.arrived = event
             if fetch is until:
                 until = None
 
@@ -251,39 +272,31 @@ class RingBuffer:
             return False
         self.empty.remove(slot)
         fetch = _Fetch(block, slot)
-        if block in self.store.buffers:
-            self._copy(fetch)
+        if block not in self.on_disk:
+            fetch.arrived = self._queue_copy(fetch, [(self.store.buffers[block], 0)])
         self.pending.append(fetch)
         return True
 
-    def _copy(self, fetch: _Fetch) -> None:
-        """Queue the copy of a block into its slot; one on disk is waited for."""
-        block, slot = fetch.block, fetch.slot
-        buffer, assemble = self.buffer_in(block, slot), self.gathered.get(block)
-        disk_slot: int | None = None
-        sources: list[tuple[torch.Tensor, int]] = []
-        if block not in self.store.buffers:
-            disk_slot, sources = self.disk.take(block)
-        elif assemble is None:
-            sources = [(self.store.buffers[block], 0)]
+    def _queue_copy(self, fetch: _Fetch, sources: Sequence[tuple[torch.Tensor, int]]) -> Any:
+        """Queue the copy of `sources`, (uint8 in host memory, offset in the block), into the slot; return the event after it."""
+        slot = fetch.slot
+        buffer, assemble = self.buffer_in(fetch.block, slot), self.gathered.get(fetch.block)
         if self.last_use[slot] is not None:
             self.copy_stream.wait_event(self.last_use[slot])
         if assemble is not None:
             self.copy_stream.wait_event(self.streams.record_event(self.streams.current()))
         start, link_bytes = self.streams.record_event(self.copy_stream), sum(source.numel() for source, _ in sources)
         with self.streams.on(self.copy_stream):
-            for source, offset in sources:
-                buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
             if assemble is not None:
                 link_bytes = assemble(buffer)
-        fetch.arrived = self.streams.record_event(self.copy_stream)
-        if disk_slot is not None:
-            copied = self.streams.blocking_event()
-            copied.record(self.copy_stream)
-            self.disk.release(disk_slot, copied.synchronize)
+            else:
+                for source, offset in sources:
+                    buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
+        arrived = self.streams.record_event(self.copy_stream)
         self.transfers.host_to_device_bytes += link_bytes
         free, freed_by = self.last_use[slot], self.last_span[slot]
-        self.timeline.record_copy(Copy(block, link_bytes, free, freed_by, start, fetch.arrived))
+        self.timeline.record_copy(Copy(fetch.block, link_bytes, free, freed_by, start, arrived))
+        return arrived
 
 
 def slots_in_use(blocks: int, slots: int) -> int:
