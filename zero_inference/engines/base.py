@@ -309,6 +309,7 @@ class CostTerms:
     """
 
     prefill_fetched_bytes: int  # bytes of weights that a prefill copies to the devices, over all ranks
+    prefill_disk_bytes: int | None = None  # read from disk in a prefill; None: as in a decode step
     chosen_expert_bytes: int = 0  # part of a step's fetched bytes that are experts which tokens chose
     prefill_link_gb_per_s: float | None = None
     link_beside_cpu_gb_per_s: float | None = None

@@ -23,7 +23,7 @@ from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
 from zero_inference.utils.interpreter import freeze_existing_objects
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.timing import synchronize
+from zero_inference.utils.timing import ExpertCounts, synchronize
 
 STEADY_LOOPS = 3  # latest warm-up loops that `is_steady` compares
 MAX_SETTLING = 4  # generations after the warm-up, for rebalancing, captures and draft lengths to try
@@ -264,10 +264,13 @@ class _StepClock(StoppingCriteria):
                 cores_busy_s_per_step=None if busy_s is None else (busy_s() - self.prefill_busy_s) / steps,
             )
         if steps and self.experts:
-            choices, hits, saved_bytes, fetched_bytes = _per_step(self.experts)
-            if choices:
+            each = ExpertCounts(*_per_step(self.experts))  # type: ignore[arg-type]  # averages
+            if each.choices:
                 experts = ExpertUse(
-                    hit_rate=hits / choices, saved_bytes_per_step=saved_bytes, fetched_bytes_per_step=fetched_bytes
+                    hit_rate=each.hits / each.choices,
+                    saved_bytes_per_step=each.saved_bytes,
+                    fetched_bytes_per_step=each.fetched_bytes,
+                    host_hit_rate=each.host_hits / each.host_choices if each.host_choices else None,
                 )
         return Loop(
             prefill_s=token_s[0],

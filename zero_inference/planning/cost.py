@@ -489,11 +489,12 @@ def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dic
     peers_on_link_s, peers_s = exchange_s(plan, machine, fetched_bytes)
     weights_s += peers_on_link_s
     disk_gb_per_s = machine.disk_gb_per_s and machine.disk_gb_per_s * job.ranks.num_nodes
+    disk_bytes = terms.prefill_disk_bytes if prefill and terms.prefill_disk_bytes is not None else plan.disk_bytes
     return {
         # a prefill writes keys and values while weights arrive
         "link": max(weights_s, kv_s) if prefill else weights_s + kv_s,
         "peers": peers_s,
-        "disk": _seconds(plan.disk_bytes, disk_gb_per_s, "the disk (disk=)"),
+        "disk": _seconds(disk_bytes, disk_gb_per_s, "the disk (disk=)"),
     }
 
 

@@ -58,6 +58,11 @@ class ExpertUse(Part):
     hit_rate: float = key("share", "choices (one token, one expert) whose expert was in device memory")
     saved_bytes_per_step: Number = key("byte", "experts that the CPU did not have to read because of that")
     fetched_bytes_per_step: Number = key("byte", "experts read over the link; also in `transfers`", default=0.0)
+    host_hit_rate: float | None = optional(
+        "share",
+        "choices not in device memory whose expert was in host memory, and not only on disk",
+        only_with="--engine stream where experts are on disk and host memory caches some",
+    )
     loaded_bytes_per_step: Number | None = optional(
         "byte",
         "experts copied to the device to be kept there; also counted in `transfers`",

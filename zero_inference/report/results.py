@@ -200,9 +200,10 @@ def experts_in_words(use: ExpertUse | None) -> str | None:
     """Return the hit rate of the expert cache, and the bytes that it saved and fetched; None without one."""
     if use is None:
         return None
+    on_disk = "" if use.host_hit_rate is None else f"; of the others {use.host_hit_rate:.1%} in host memory"
     return (
         f"expert cache: {use.hit_rate:.1%} hits, {format_bytes(use.saved_bytes_per_step)} a step saved, "
-        f"{format_bytes(use.fetched_bytes_per_step)} fetched"
+        f"{format_bytes(use.fetched_bytes_per_step)} fetched{on_disk}"
     )
 
 

@@ -91,11 +91,11 @@ class DirectIO:
 
 
 def _whole(action: Action, file: int, memory: torch.Tensor, offset: int, needed: int) -> int:
-    """Read or write all of `memory`, or to the end of the file if that is after `needed` bytes. Raises RunError: it is before."""
+    """Read or write all of `memory`, or to the end of the file if that is after `needed` bytes. Raises RunError: the file ends before."""
     view, done = memoryview(memory.numpy()), 0
     while done < needed:
         count = action(file, [view[done:]], offset + done)
         if not count:
-            raise RunError(f"the file ends at byte {offset + done}, {needed - done} bytes too early")
+            raise RunError(f"the file ends at byte {offset + done}")
         done += count
     return done

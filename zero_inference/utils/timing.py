@@ -72,12 +72,14 @@ def capture_graph(device: torch.device, action: Callable[[], object]) -> Callabl
 
 
 class ExpertCounts(NamedTuple):
-    """Totals of the expert cache, for experts in host memory of which some are cached in device memory."""
+    """Totals of the expert caches: experts in host memory of which some are in device memory, or on disk and some in host memory."""
 
-    choices: int  # (token, expert) pairs
-    hits: int  # choices whose expert was in device memory
-    saved_bytes: int  # of experts that the CPU did not have to read because of hits
-    fetched_bytes: int  # of experts that the device read over the link while the CPU computed the others
+    choices: int = 0  # (token, expert) pairs
+    hits: int = 0  # choices whose expert was in device memory
+    saved_bytes: int = 0  # of experts that the CPU did not have to read because of hits
+    fetched_bytes: int = 0  # of experts that the device read over the link while the CPU computed the others
+    host_choices: int = 0  # choices that were not in device memory, where experts may be on disk
+    host_hits: int = 0  # those of them whose expert was in host memory
 
 
 @dataclass

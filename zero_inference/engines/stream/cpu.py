@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
 from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
+from zero_inference.engines.stream.host_experts import HostExperts
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import SharedInput, weight_of
@@ -127,6 +130,7 @@ class CpuExperts(CpuBlock):
         form, self.cache, self.device_fuses_experts = block.experts, cache, backend.placement.fuses_codes
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
         experts = _experts(form, block.layout, buffer)
+        self.slots_for: Callable[[list[int]], dict[int, int]] | None = None  # of experts that may be on disk
         counts = None if cache is None else cache.counts
         self.task = add_experts(backend.pool, experts, activation, backend.dtype, counts)
         backend.pool.reserve(self.task, backend.max_rows, form.top_k)
@@ -143,16 +147,28 @@ class CpuExperts(CpuBlock):
         if is_prompt:
             cache.count_uses(expert_ids)
         if cache is None or (is_prompt and not self.device_fuses_experts):
-            (out,) = backend.calls(self.task, x, Routing(expert_ids, weights))
+            (out,) = backend.calls(self.task, x, Routing(self._on_host(expert_ids), weights))
         else:  # the device multiplies cached and fetched experts while the CPU multiplies the others
             try:
                 dispatched = cache.dispatch(expert_ids)
-                routing = Routing(dispatched.for_cpu, weights)
+                routing = Routing(self._on_host(dispatched.for_cpu), weights)
                 (out,) = backend.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
             except BaseException:
                 cache.invalidate()
                 raise
         return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+    def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return `ids` as the task takes them: where experts are on disk, those of slots in host memory, after reading what is missing.
+
+        The device may still compute: the CPU has multiplied all earlier experts before it knows these ids, so their slots are free.
+        """
+        if self.slots_for is None:
+            return ids
+        found = ids.tolist()  # waits for the device
+        slots = self.slots_for([expert for row in found for expert in row if expert >= 0])
+        cached = {expert: ~index for index, expert in enumerate(sorted({e for row in found for e in row if e < 0}))}
+        return torch.tensor([[(slots | cached)[expert] for expert in row] for row in found], device=ids.device)
 
 
 def _experts(experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor) -> list[Expert]:
@@ -192,6 +208,9 @@ class CpuBackend:
         self.experts: ExpertCaches | None = None
         if placement.expert_slots or placement.quota:
             self.experts = ExpertCaches(placement, store, job.devices, transfers)
+        self.host_experts: HostExperts | None = None
+        if placement.cached_on_host:
+            self.host_experts = HostExperts(placement, store.disk, store.pinned, transfers)
         if not job.on_gpu:
             self.pool = CpuPool(plan.cpus, spin_us=0)
             self.calls: DirectCalls | HandOff = DirectCalls(self.pool, transfers)
@@ -207,11 +226,15 @@ class CpuBackend:
         self.python_cpus = _avoid_cpus(plan.cpus)  # after what may fail
 
     def block(self, index: int, module: nn.Module) -> CpuBlock:
-        block, buffer = self.placement.blocks[index], self.store.buffers[index]
+        block = self.placement.blocks[index]
         if block.experts is None:
-            return CpuBlock(block, module, buffer, self)
-        cache = None if self.experts is None else self.experts.by_block.get(index)
-        return CpuExperts(block, module, buffer, self, cache)
+            return CpuBlock(block, module, self.store.buffers[index], self)
+        cache, host = None if self.experts is None else self.experts.by_block.get(index), self.host_experts
+        if host is None or index not in host.row_of:
+            return CpuExperts(block, module, self.store.buffers[index], self, cache)
+        found = CpuExperts(host.block, module, host.buffer, self, cache)
+        found.slots_for = partial(host.slots_for, index)
+        return found
 
     def attention(self) -> CpuAttention:
         return CpuAttention(self.calls, self.python_cpus)
@@ -222,6 +245,8 @@ class CpuBackend:
 
     def close(self) -> None:
         self.calls.close()
+        if self.host_experts is not None:
+            self.host_experts.close()
         if self.experts is not None:
             self.experts.close()
         if self.python_cpus is not None:

@@ -106,8 +106,11 @@ class CpuPlan:
         return (computed_bytes + attention_bytes) / (products_s + self.attention_s) / 1e9
 
 
-def why_no_cpu_compute(job: Job) -> str | None:
+def why_no_cpu_compute(job: Job, experts_on_disk: bool = False) -> str | None:
     """Return why the CPU cannot compute in this run, in a few words; None where it can.
+
+    Args:
+        experts_on_disk: host memory caches experts, which the CPU multiplies on any machine.
 
     Raises:
         UsageError: --cpu-compute asks for it.
@@ -115,7 +118,7 @@ def why_no_cpu_compute(job: Job) -> str | None:
     share = job.config.cpu_share
     if share == 0:
         return "--cpu-compute off"
-    if share is None and not (job.on_gpu and job.machine.gpus()) and not multiplies_codes(job):
+    if share is None and not (job.on_gpu and job.machine.gpus()) and not (multiplies_codes(job) or experts_on_disk):
         return NO_LINK
     missing = job.machine.why_no_cpu_backend(job.on_gpu)
     if missing and share is not None:
@@ -155,7 +158,8 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     """
     config = job.config
     cpus = job.machine.cpus(job.devices, config.cpu_threads)
-    share = 1.0 if multiplies_codes(job) else config.cpu_share
+    needs_cpu = bool(placement.cached_on_host)
+    share = 1.0 if multiplies_codes(job) or (needs_cpu and not job.on_gpu) else config.cpu_share
     can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
     if not placement.computable and not can_attend:
         if config.cpu_share is None:
@@ -186,11 +190,11 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         gpus=job.num_gpus,
         instructions=job.machine.instructions(),
         link_rests=not placement.offloaded,
-        disk_s=placement.disk_bytes / (disk_gb_per_s * 1e9) if disk_gb_per_s else 0.0,
+        disk_s=placement.disk_step_bytes / (disk_gb_per_s * 1e9) if disk_gb_per_s else 0.0,
     )
 
     def with_fetched_experts(placed: Placement) -> Placement:
-        if not job.pin_weights or rates is None:
+        if not job.pin_weights or rates is None or needs_cpu:
             return placed
         return placed.with_quota(fetch_quota(placed.with_budget_used(), rates), spare_slots(job, placed.ring_depth))
 
@@ -205,9 +209,11 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
             placement = with_fetched_experts(placement)
         return placement.with_budget_used(), replace(plan, share=share)
     if isinstance(measured, str):
-        return measured
+        if not needs_cpu:
+            return measured
+        return placement.with_even_cpu_share(0.0).with_budget_used(), replace(plan, attends=False)
     best = best_split(placement.with_cpu_shares(1.0, 0.0), plan)
-    if not (best.of_experts or best.of_others or best.attends):
+    if not (best.of_experts or best.of_others or best.attends or needs_cpu):
         cpu_rate, link_rate = three_digits(measured.cores_gb_per_s), three_digits(measured.link_gb_per_s)
         return f"it would hardly help ({cpu_rate} GB/s beside a link at {link_rate} GB/s)"
     plan = replace(plan, attends=best.attends, automatic=True)

@@ -65,7 +65,7 @@ EXPECTED = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_k
 Step = Callable[[], torch.Tensor]
 
 
-def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
+def why_no_graph(job: Job, in_groups: bool = False, experts_on_disk: bool = False) -> str | None:
     """Return why decode steps of this run are not captured, in a few words; None where they may be.
 
     Raises:
@@ -81,6 +81,7 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
         NOT_REPLACED: attention not in ("sdpa", "eager"),
         OTHER_MASKS: job.window_only_in_cache or windows_of_layers(job.spec.config, job.length) is None,
         "it dequantizes experts in groups, whose sizes the host reads": in_groups,
+        "the host reads which experts tokens choose, to read these from disk": experts_on_disk,
         "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
     }
     reason = next((words for words, holds in reasons.items() if holds), None)

@@ -361,7 +361,10 @@ class ExpertCaches:
                 self.by_block[index] = ExpertCache(
                     placement.blocks[index],
                     slots_of.get(index, max_fetches),
-                    store.buffers[index],
+                    # experts on disk are neither fetched nor gathered from here
+                    store.buffers.get(
+                        index, torch.empty(placement.blocks[index].layout.nbytes, dtype=torch.uint8, device="meta")
+                    ),
                     table,
                     use,
                     counts_of[index],

@@ -165,6 +165,26 @@ def lay_out(
     return layout
 
 
+def lay_out_experts(layout: BlockLayout, number: int) -> BlockLayout:
+    """Return the layout of a block with `number` experts, in the place of those of a block that holds nothing else."""
+    found, end = BlockLayout(), 0
+    for stored in layout.parameters:
+        shape = (number, *stored.plain.shape[1:])
+        plain, packed = TensorSpan(end, shape, stored.plain.dtype), None
+        if stored.packed is None:
+            end = aligned(end + plain.nbytes)
+        else:
+            spans = {}
+            for kind, tensor in stored.packed.format.tensors(shape).items():
+                spans[kind] = TensorSpan(end, *tensor)
+                end = aligned(end + spans[kind].nbytes)
+            packed = PackedSpans(stored.packed.format, spans)
+        found.parameters.append(replace(stored, plain=plain, packed=packed))
+    found.nbytes = end
+    found.stored_bytes = sum(span.nbytes for stored in found.parameters for span in stored.pieces)
+    return found
+
+
 def aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 

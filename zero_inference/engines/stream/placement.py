@@ -58,7 +58,10 @@ class Placement:
     outside_bytes: int  # parameters that are in no block, on the first device
     layer_devices: Sequence[int] = ()  # the device of each layer; empty: all are on the first one
     on_disk: frozenset[int] = frozenset()  # those of the offloaded blocks that are not in host memory
-    cpu_computed: frozenset[int] = frozenset()  # blocks in host memory that the CPU multiplies in a decode pass
+    host_expert_slots: int = 0  # experts of blocks on disk that host memory caches
+    cpu_computed: frozenset[int] = (
+        frozenset()
+    )  # blocks, not whole ones on disk, that the CPU multiplies in a decode pass
     decode_tokens: int = 1  # tokens of a decode pass
     prompt_cpu_computed: frozenset[int] = frozenset()  # the same in the pass of a short prompt
     # by device: bytes of the expert cache, single experts of CPU-computed blocks
@@ -101,7 +104,13 @@ class Placement:
 
     @property
     def computable(self) -> list[int]:
-        return [block for block in self.in_host_memory if self.blocks[block].computable]
+        host = set(self.in_host_memory) | self.cached_on_host
+        return [block for block in self.offloaded if block in host and self.blocks[block].computable]
+
+    @property
+    def cached_on_host(self) -> frozenset[int]:
+        """Blocks on disk of which host memory caches experts: those of one form, with nothing else in them."""
+        return frozenset(_cacheable(self.blocks, self.on_disk)) if self.host_expert_slots else frozenset()
 
     @property
     def expert_blocks(self) -> list[int]:  # those of the `computable` ones
@@ -116,7 +125,8 @@ class Placement:
         """Blocks that the CPU could multiply in short prompts: experts; without experts feed-forwards, and also attention's projections
         if the CPU computes some in a decode pass."""
         feed_forwards = [block for block in self.computable if self.blocks[block].feed_forward]
-        return self.expert_blocks or (feed_forwards if self.cpu_computed <= set(feed_forwards) else self.computable)
+        experts = [block for block in self.expert_blocks if block not in self.on_disk]
+        return experts or (feed_forwards if self.cpu_computed <= set(feed_forwards) else self.computable)
 
     @property
     def layers(self) -> int:
@@ -186,6 +196,18 @@ class Placement:
     @property
     def disk_bytes(self) -> int:
         return self.nbytes_of(self.on_disk)
+
+    @property
+    def disk_step_bytes(self) -> int:
+        """Bytes that a decode pass reads from disk; of cached experts, those that are expected to miss."""
+        cached = self.cpu_computed & self.cached_on_host
+        missed = sum(self._missed_on_host(block) * self.expert_bytes(block) for block in cached)
+        return self.nbytes_of(self.on_disk - cached) + round(missed)
+
+    @property
+    def host_expert_bytes(self) -> int:  # of all slots
+        cached = self.cached_on_host
+        return self.host_expert_slots * self.expert_bytes(min(cached)) if cached else 0
 
     @property
     def disk_file(self) -> dict[int, int]:
@@ -273,7 +295,9 @@ class Placement:
         return {
             block: count
             for block, count in self.expert_slots.items()
-            if self.gathers and count >= MIN_CACHED_SHARE * self.blocks[block].experts.num_experts
+            if self.gathers
+            and block not in self.on_disk
+            and count >= MIN_CACHED_SHARE * self.blocks[block].experts.num_experts
         }
 
     @property
@@ -303,6 +327,13 @@ class Placement:
         # hit rates were measured with one sequence; many choose nearly all experts, of which no more hit than there are slots
         return max(chosen * share, chosen - slots)
 
+    def _missed_on_host(self, block: int) -> float:
+        """Return how many experts of `block` a decode pass is expected to choose that neither device nor host memory caches."""
+        chosen, on_device = self._chosen(block), self.expert_slots.get(block, 0)
+        slots = on_device + self.host_expert_slots / len(self.cached_on_host)
+        share = min(1.0, slots / self.blocks[block].experts.num_experts)
+        return max(chosen * (1 - share**CACHE_HIT_EXPONENT), chosen - slots)
+
     def _chosen(self, block: int) -> float:
         experts = self.blocks[block].experts
         return experts.num_experts * experts.share_read(self.decode_tokens)
@@ -319,14 +350,16 @@ class Placement:
 
     def with_even_cpu_share(self, share: float) -> Placement:
         """Return the placement with about `share` of the bytes in host memory CPU-computed, in whole, evenly spread blocks."""
-        return replace(self, cpu_computed=frozenset(self._spread_evenly(self.in_host_memory, share)))
+        return replace(
+            self, cpu_computed=frozenset(self._spread_evenly(self.in_host_memory, share)) | self.cached_on_host
+        )
 
     def with_cpu_shares(self, of_experts: float, of_others: float) -> Placement:
         """Return the placement with a share of the experts' bytes and one of the others' CPU-computed."""
         experts = set(self.expert_blocks)
         others = [block for block in self.in_host_memory if block not in experts]
         chosen = {*self._spread_evenly(self.expert_blocks, of_experts), *self._spread_by_kind(others, of_others)}
-        return replace(self, cpu_computed=frozenset(chosen))
+        return replace(self, cpu_computed=frozenset(chosen) | self.cached_on_host)
 
     def with_prompt_share(self, share: float) -> Placement:
         return replace(self, prompt_cpu_computed=frozenset(self._spread_by_kind(self.prompt_candidates, share)))
@@ -404,20 +437,39 @@ class Placement:
             on_disk=self.on_disk - chosen,
         )
 
-    def with_host_budget(self, nbytes: int) -> Placement:
+    def with_host_budget(self, nbytes: int, passes_tokens: int = 0) -> Placement:
         """Return the placement with evenly spread blocks in `nbytes` of host memory, with the slots that the others are read into from
-        disk; these exceed it where it is too small for them."""
+        disk; these exceed it where it is too small for them.
+
+        Args:
+            passes_tokens: tokens of a decode pass; 0: no experts are cached. Else blocks without experts come first, and then a cache of
+                experts, if it holds those that such a pass can choose in one block.
+        """
         all_on_disk = replace(self, on_disk=frozenset(self.offloaded))
-        share = min(1.0, max(0, nbytes - all_on_disk.disk_slots_bytes) / max(1, self.nbytes_of(self.offloaded)))
-        kept: set[int] = set()
+        room = max(0, nbytes - all_on_disk.disk_slots_bytes)
+        cacheable = _cacheable(self.blocks, self.offloaded) if passes_tokens else []
+        if not cacheable:
+            return replace(self, on_disk=frozenset(self.offloaded) - self._spread_in(self.offloaded, room))
+        experts, size = self.blocks[cacheable[0]].experts, self.expert_bytes(cacheable[0])
+        fewest = min(experts.num_experts, passes_tokens * experts.top_k)
+        others = [block for block in self.offloaded if block not in set(cacheable)]
+        kept = self._spread_in(others, max(0, room - fewest * size))
+        slots = min((room - self.nbytes_of(kept)) // size, len(cacheable) * experts.num_experts)
+        if slots < fewest:
+            return self.with_host_budget(nbytes)
+        return replace(self, on_disk=frozenset(self.offloaded) - kept, host_expert_slots=slots)
+
+    def _spread_in(self, blocks: Sequence[int], nbytes: int) -> set[int]:
+        """Return as many of `blocks`, evenly spread, of each device alike, as `nbytes` hold."""
+        share, kept = min(1.0, nbytes / max(1, self.nbytes_of(blocks))), set()
         wanted = taken = 0.0
-        for block in sorted(self.offloaded, key=self.device_of):
+        for block in sorted(blocks, key=self.device_of):
             size = self.blocks[block].layout.nbytes
             wanted += share * size
             if taken + size <= wanted:
                 kept.add(block)
                 taken += size
-        return replace(self, on_disk=frozenset(self.offloaded) - kept)
+        return kept
 
     def _spread_by_kind(self, blocks: Sequence[int], share: float, feed_forwards_last: bool = False) -> set[int]:
         """Return about `share` of the bytes of `blocks`, feed-forwards first: each takes one hand-off, attention's projections two."""
@@ -630,6 +682,18 @@ def main_format(blocks: Iterable[Block]) -> WeightFormat | None:
             if stored.packed is not None:
                 nbytes[stored.packed.format] += stored.plain.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else None
+
+
+def _cacheable(blocks: Sequence[Block], among: Iterable[int]) -> list[int]:
+    """Return those `among` the blocks that hold experts and nothing else, in the form of the first of them."""
+    found = [block for block in sorted(among) if _expert_form(blocks[block]) is not None]
+    return [block for block in found if _expert_form(blocks[block]) == _expert_form(blocks[found[0]])]
+
+
+def _expert_form(block: Block) -> tuple | None:
+    if block.experts is None or {stored.name for stored in block.layout.parameters} != set(block.experts.parameters):
+        return None
+    return block.experts, tuple((each.name, each.plain.shape, each.pieces) for each in block.layout.parameters)
 
 
 def expert_memory(block: Block, count: int) -> tuple[int, int]:

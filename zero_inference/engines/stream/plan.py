@@ -184,6 +184,7 @@ class StreamPlan(EnginePlan):
         fused = job.on_gpu and placement.fuses_codes
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
+            prefill_disk_bytes=placement.disk_bytes,
             prefill_fetched_bytes=prefill_bytes(placement) + prompt_tokens * placement.embedding_row_bytes,
             chosen_expert_bytes=round(placement.fetched_expert_bytes),
             prefill_link_gb_per_s=prefill_link_gb_per_s,
@@ -331,23 +332,24 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
             that it cannot compute.
     """
     refuse_several_devices(job)
-    no_cpu_at_all = why_no_cpu_compute(job)
+    no_cpu_at_all = why_no_cpu_compute(job, bool(_place(job, divided=True).cached_on_host))
     with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None
     placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, _target_is_divided(job)), None)
     if (
         cpu is None and placement.on_disk
     ):  # smaller blocks need smaller slots, and do not depend on what the CPU computes
-        placement = _place(job, divided=True).with_budget_used()
+        placement = _place(job, divided=True, caches_experts=False).with_budget_used()
     if job.config.disk_offload and not placement.on_disk:
         raise UsageError(
             "--disk-offload: all weights fit on the device and in --host-memory, so none are on disk; drop it, or lower --gpu-memory "
             "or --host-memory."
         )
-    no_graph = why_no_graph(job, in_groups=_reads_group_sizes(job, placement))
+    no_graph = why_no_graph(job, _reads_group_sizes(job, placement), bool(placement.cached_on_host))
     placement = replace(placement, graphs=job.on_gpu and no_graph is None)
     shared_device, shared_host = _shared_bytes(job, placement)
-    host = placement.host_bytes + placement.disk_slots_bytes + placement.embedding_bytes - shared_host
+    host = placement.host_bytes + placement.host_expert_bytes + placement.disk_slots_bytes
+    host += placement.embedding_bytes - shared_host
     pinned, in_place = job.pin_weights, _in_place(job, placement)
     written = sum(slot_bytes for block, slot_bytes in placement.disk_file.items() if block not in in_place)
     attends = cpu is not None and cpu.attends
@@ -369,7 +371,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
         + job.step_tokens * placement.embedding_row_bytes,
-        disk_bytes=placement.disk_bytes,
+        disk_bytes=placement.disk_step_bytes,
         cpu_bytes=0 if cpu is None else placement.computed_bytes + (cpu.kv_bytes if attends else 0),
         copies_kv=not attends,
         preallocated_cache=takes_cache(job.empty_model.model) and not job.window_only_in_cache,
@@ -523,8 +525,12 @@ def _host_budget(job: Job, placement: Placement) -> int | None:
     return None if fits or not placement.offloaded else max(0, budget - embedding_bytes)
 
 
-def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
-    """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the devices."""
+def _place(job: Job, divided: bool, depth: int | None = None, caches_experts: bool = True) -> Placement:
+    """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the devices.
+
+    Args:
+        caches_experts: host memory may cache experts of blocks on disk, which the CPU multiplies.
+    """
     config = job.config
     graphs = job.on_gpu and why_no_graph(job) is None
     blocks, all_outside_bytes = _laid_out(job, divided)
@@ -586,7 +592,9 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
         placed = replace(placement, embedding=embedding, gathers=gathers, graphs=graphs, link_shares=links)
         placed = replace(placed, format=form, fuses_codes=fuses)
         budget = _host_budget(job, placed)
-        return placed if budget is None else placed.with_host_budget(budget)
+        if budget is None:
+            return placed
+        return placed.with_host_budget(budget, job.step_tokens if caches_experts and config.cpu_share != 0 else 0)
 
     if job.target is not None:
         return place(job.target.placement.embedding)

@@ -112,7 +112,7 @@ class Prefetcher:
         self.computable = {block.index for block in self.blocks if block.cpu is not None}
         self.observed: set[int] = set()  # blocks that the device has computed once, see `HookedBlock.finish_observing`
         for cache in caches.values():
-            if cache.owns_slots:
+            if cache.owns_slots and cache.buffer.device.type != "meta":
                 cache.load_first()
         for ring in self.rings.values():
             ring.prime()
