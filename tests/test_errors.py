@@ -45,7 +45,6 @@ def refused(tmp_path, capfd, monkeypatch):
 
 CANNOT_WORK = {
     "--cpu-offload --disk-offload": "keep one",
-    "--engine stream --disk-offload": "--engine deepspeed",
     "--engine stream --ring-depth 1": "--ring-depth 1: must be at least 2",
     "--trace nowhere/trace.json": "nowhere/trace.json cannot be written",
     "--use-gds": "--disk-offload",

@@ -254,7 +254,8 @@ def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
 
 
 def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch, presets_built_once):
-    """On a CPU, where weights are used where they are by accelerate, and a ring may be smaller than a link would want it."""
+    """On a CPU, where weights are used where they are by accelerate, and a ring may be smaller than a link would want it; with no disk."""
+    monkeypatch.setattr(machine.Machine, "disk_free_bytes", lambda self, folder: None)
 
     def refusal(host_mib: int, **options) -> str | None:
         monkeypatch.setattr(machine, "available_host_bytes", lambda: host_mib << 20)

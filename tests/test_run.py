@@ -217,12 +217,14 @@ def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu
     for given, advice in (
         ([], "--disk-offload"),
         (["--cpu-offload"], "--disk-offload instead of --cpu-offload"),
-        (["--engine", "resident"], "--engine deepspeed --disk-offload"),
-        (["--engine", "stream", "--gpu-memory", "0"], "--engine deepspeed --disk-offload instead of --gpu-memory"),
+        (["--engine", "resident"], "one of: --engine stream; --engine deepspeed --disk-offload"),
     ):
         assert main([*asked, *given]) == 2
         assert capfd.readouterr().out.splitlines()[0].endswith(f" It would fit with {advice}."), given
     assert main([*asked, "--disk-offload"]) == 0
+    capfd.readouterr()
+    assert main([*asked, "--engine", "stream"]) == 0, "the rest is on disk"
+    assert " and on disk (" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("engine, prefix", [("resident", "resident"), ("deepspeed", "ds")])

@@ -60,7 +60,7 @@ def test_what_the_device_needs_for_itself_is_time_that_the_cpu_loses():
 
 
 def test_what_the_device_reads_itself_is_time_that_the_cpu_loses():
-    half = replace(placement(), resident=list(range(10)), in_host_memory=list(range(10, 20)))
+    half = replace(placement(), resident=list(range(10)), offloaded=list(range(10, 20)))
     split = split_of(half, rates(device=1000.0))
     assert split.of_others * 15 == pytest.approx((15 - 15 / 1000 * 50) * 100 / 150), "15 GB take the device 15 ms"
     assert split.step_s == pytest.approx((1 - split.of_others) * 15 / 50)

@@ -13,6 +13,7 @@ import torch
 
 from zero_inference.config.options import (
     DEFAULTS,
+    MAX_GIB,
     MIN_RING_DEPTH,
     MULTI_GPU_ENGINES,
     OPTIONS,
@@ -50,7 +51,7 @@ OFFLOADS: dict[str, tuple[Fields, ...]] = {
 }
 MIN_KV_GAIN = 1.05  # speedup for which the KV cache is moved to host memory
 MIN_KV_SHARE = 0.05  # share of device memory that the KV cache takes, for host memory to be tried
-ALL_IN_HOST_MEMORY = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
+ALL_IN_HOST_MEMORY = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH, "host_memory": float(MAX_GIB)}  # stream engine
 TRIAL_TOKENS = 17  # of a run of `verify`: 16 steps
 MIN_SPECULATION_GAIN = 1.2  # predicted speedup for which a draft is used
 MAX_OTHERS = 5  # alternatives in the record of a choice
@@ -124,7 +125,8 @@ def find_candidates(
                 found.unknown += planned.unknown
                 if planned.candidates or planned.unknown or planned.too_large:
                     too_large = planned.too_large  # with the most GPUs, each needs the least
-            found.too_large += too_large
+            if fields["disk_offload"] is on_disk:  # else they are among these already
+                found.too_large += too_large
         if found.candidates or found.unknown:
             break
     return found
@@ -168,7 +170,9 @@ def _plan_batches(
                 plan, refused = _least_plan(job, options)
             except UsageError:
                 continue
-            if refused or not plan.fits or (plan.engine_plan.disk_bytes and not on_disk):
+            if plan.engine_plan.disk_bytes and not on_disk:
+                plan, refused = _plan_within_limit(job, options | {"host_memory": float(MAX_GIB)}), True
+            if refused or not plan.fits:
                 if batch_size == batch_sizes[0] and on_host == kv_offload[0]:
                     found.too_large.append(plan)
                 break

@@ -304,7 +304,7 @@ def decode_step_s(placement: Placement, plan: CpuPlan) -> float:
 def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple[int, int]:
     """Return the bytes of the largest input and output of a block's hand-off with `rows` rows."""
     widths = [0]  # elements of input rows, and of all output rows of a block together
-    for index in placement.in_host_memory:
+    for index in placement.offloaded:
         parameters = placement.blocks[index].layout.parameters
         shapes = [each.plain.shape[-2:] for each in parameters if len(each.plain.shape) >= 2]
         widths += [sum(shape[0] for shape in shapes), *(shape[1] for shape in shapes)]

@@ -511,6 +511,7 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
 def _host_budget(job: Job, placement: Placement) -> int | None:
     """Return the bytes of host memory for the blocks of a `placement` without blocks on disk; None if all offloaded ones may be there."""
     config, embedding_bytes = job.config, placement.embedding_bytes
+    needed = placement.host_bytes + embedding_bytes
     if job.target is not None:
         return None  # of a draft: it is on the device
     if config.host_memory is not None:
@@ -521,8 +522,10 @@ def _host_budget(job: Job, placement: Placement) -> int | None:
         of_device = 0 if job.on_gpu else placement.device_bytes + job.cache_device_bytes + job.activation_bytes
         largest_bytes = job.sizes.parameter_bytes // max(1, placement.layers)  # a layer while it is loaded
         budget = job.machine.available_host_bytes() - job.kv_host_bytes - of_device - HOST_RESERVE_BYTES - largest_bytes
-    fits = placement.host_bytes + embedding_bytes <= budget
-    return None if fits or not placement.offloaded else max(0, budget - embedding_bytes)
+        disk_bytes = job.machine.disk_free_bytes(config.offload_path)
+        if disk_bytes is None or disk_bytes < needed - budget:
+            return None
+    return None if needed <= budget or not placement.offloaded else max(0, budget - embedding_bytes)
 
 
 def _place(job: Job, divided: bool, depth: int | None = None, caches_experts: bool = True) -> Placement:
