@@ -245,6 +245,9 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert saved.link_gb_per_s == ceilings["host_memory_copy_gbps"]["value"]
     assert saved.device_gb_per_s == ceilings["device_copy_gbps"]["value"]
     assert saved.disk_gb_per_s == ceilings["disk_read_gbps"]["value"] and saved.disk_free_bytes > 0
+    settings = report["disk"] and (report["disk"]["read_bytes"], report["disk"]["queue_depth"])
+    assert settings is None or settings in bench_copies.DISK_SETTINGS
+    assert settings == (saved.disk_gb_per_s and (saved.disk_read_bytes, saved.disk_queue_depth))
     assert saved.matmul_tflops["bfloat16"] == ceilings["matmul_bfloat16_tflops"]["value"]
     formats = {(each.format, each.rows) for each in saved.device_products}
     assert formats == {(name, rows) for name in ("bfloat16", "float32", "int8", "int4") for rows in (1, 8, 32, 128)}

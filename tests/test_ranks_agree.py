@@ -47,12 +47,13 @@ DISKS = (
     + """
 measured = []
 
-def disk_read_gb_per_s(folder, file_bytes):
+def disk_read_rate(folder, file_bytes):
     assert file_bytes == 1, file_bytes  # what the weights are said to be
-    measured.append(real(folder, file_bytes))
-    return measured[-1]
+    rate = real(folder, file_bytes)
+    measured.append(rate.gb_per_s)
+    return rate
 
-real, hardware_rates.disk_read_gb_per_s = hardware_rates.disk_read_gb_per_s, disk_read_gb_per_s
+real, hardware_rates.disk_read_rate = hardware_rates.disk_read_rate, disk_read_rate
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 group.start_process_group(ranks)
 rate = hardware_rates.disks_gb_per_s(config, ranks, 1)

@@ -13,7 +13,7 @@ import torch
 
 from zero_inference.errors import RunError
 from zero_inference.hardware import bench_copies, bench_device
-from zero_inference.hardware.bench_copies import copy_gb_per_s, disk_read_gb_per_s, lane_from, lane_to
+from zero_inference.hardware.bench_copies import copy_gb_per_s, disk_read_rate, lane_from, lane_to
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("measured_as_for_users")
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.usefixtures("measured_as_for_users")
 def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
     assert 0.1 < bench_device.device_copy_gb_per_s(CPU, seconds=0.1) < 2000
     try:
-        assert 0.01 < disk_read_gb_per_s(tmp_path, file_bytes=64 << 20) < 500
+        assert 0.01 < disk_read_rate(tmp_path, file_bytes=64 << 20).gb_per_s < 500
     except RunError as error:  # a file system without direct reads
         assert str(tmp_path) in str(error)
     with pytest.raises(RunError, match="cannot create a file in /proc "):
-        disk_read_gb_per_s(Path("/proc"))
+        disk_read_rate(Path("/proc"))
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import shutil
 import statistics
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from zero_inference.errors import RunError
+from zero_inference.utils.direct_io import QUEUE_DEPTH, READ_BYTES, DirectIO, open_direct
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.host_memory import host_empty
 
@@ -257,54 +257,64 @@ def uncached_block_bytes() -> int:
     return max(MIN_UNCACHED_BYTES, min(MAX_UNCACHED_BYTES, 2 * cache_bytes))
 
 
-CHUNK_BYTES, THREADS = 8 << 20, 16
-MAX_FILE_BYTES = 1 << 30
+MAX_FILE_BYTES, READ_MEMORY_BYTES = 1 << 30, 128 << 20
+# (bytes of a request, requests at once) that `zero-inference link` tries: all but the smallest read about as fast (h200-disk/reads.txt)
+DISK_SETTINGS = tuple((mib << 20, depth) for mib in (1, 4, 8, 16) for depth in (8, 16, 32))
 PASSES = 2  # the faster one counts: a run must not exceed its limit
 
 
-def disk_read_gb_per_s(folder: Path, file_bytes: int = MAX_FILE_BYTES) -> float:
-    """Return GB/s (1e9) of O_DIRECT reads by 16 threads of a new file in `folder`, which is unlinked at once.
+class DiskRate(NamedTuple):
+    """The rate of direct reads, and the settings that gave it."""
+
+    gb_per_s: float
+    read_bytes: int  # of a request
+    queue_depth: int  # requests at once
+
+
+def disk_read_rate(
+    folder: Path,
+    file_bytes: int = MAX_FILE_BYTES,
+    settings: Sequence[tuple[int, int]] = ((READ_BYTES, QUEUE_DEPTH),) * PASSES,
+) -> DiskRate:
+    """Return the fastest of reading a new file in `folder` with each of the `settings`; the file is unlinked at once.
 
     Args:
-        file_bytes: rounded up to a whole number of chunks for each thread, at most MAX_FILE_BYTES.
+        file_bytes: rounded up to a whole number of MiB, at most MAX_FILE_BYTES.
+        settings: (bytes of a request, requests at once).
 
     Raises:
         RunError: the file cannot be created, does not fit, or the file system refuses O_DIRECT.
     """
-    round_bytes = THREADS * CHUNK_BYTES
-    file_bytes = min(MAX_FILE_BYTES, max(1, -(-file_bytes // round_bytes)) * round_bytes)
+    file_bytes = max(1 << 20, min(MAX_FILE_BYTES, -(-file_bytes >> 20) << 20))
+    memory = random_bytes(min(READ_MEMORY_BYTES, file_bytes))
     failure = f"cannot create a file in {folder}"
     try:
         with tempfile.NamedTemporaryFile(prefix="read-test-", dir=folder) as created:
             failure = f"no direct reads in {folder}"
-            file = os.open(created.name, os.O_RDWR | os.O_DIRECT)
+            file = open_direct(Path(created.name), os.O_RDWR)
         try:
             if shutil.disk_usage(folder).free < file_bytes:
                 raise RunError(f"{folder} has less than {format_bytes(file_bytes)} free")
-            return _write_and_read(file, file_bytes)
+            with contextlib.closing(DirectIO()) as io:
+                for offset, part in _in_memory(file_bytes, memory):
+                    io.write(file, part, offset)
+            os.fsync(file)
+            return max(_timed_read(file, file_bytes, memory, *each) for each in settings)
         finally:
             os.close(file)
     except OSError as error:
         raise RunError(f"{failure} ({error.strerror})") from error
 
 
-def _write_and_read(file: int, file_bytes: int) -> float:
-    chunk = os.urandom(CHUNK_BYTES)
-    buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(THREADS)]
-    for buffer in buffers:
-        buffer.write(chunk)  # before the clock starts: a first touch can take longer than the read
-    for offset in range(0, file_bytes, CHUNK_BYTES):
-        os.pwritev(file, [buffers[0]], offset)
-    os.fsync(file)
+def _in_memory(file_bytes: int, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the parts of a file, (offset, memory), which share `memory`."""
+    for offset in range(0, file_bytes, memory.numel()):
+        yield offset, memory[: file_bytes - offset]
 
-    def read_share(thread: int) -> int:
-        offsets = range(thread * CHUNK_BYTES, file_bytes, THREADS * CHUNK_BYTES)
-        return sum(os.preadv(file, [buffers[thread]], offset) for offset in offsets)
 
-    rates = []
-    with ThreadPoolExecutor(THREADS) as pool:
-        for _ in range(PASSES):
-            start = time.perf_counter()
-            done = sum(pool.map(read_share, range(THREADS)))
-            rates.append(done / (time.perf_counter() - start) / 1e9)
-    return max(rates)
+def _timed_read(file: int, file_bytes: int, memory: torch.Tensor, read_bytes: int, queue_depth: int) -> DiskRate:
+    with contextlib.closing(DirectIO(read_bytes, queue_depth)) as io:
+        start = time.perf_counter()
+        reads = [part for offset, own in _in_memory(file_bytes, memory) for part in io.read(file, own, offset)]
+        done = sum(part.result() for part in reads)
+        return DiskRate(done / (time.perf_counter() - start) / 1e9, read_bytes, queue_depth)

@@ -30,7 +30,9 @@ from zero_inference.cpu.pool import numa_node_of_gpu
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import bench_copies, bench_cpu, bench_device
 from zero_inference.hardware.bench_copies import (
+    DISK_SETTINGS,
     BusyLinks,
+    DiskRate,
     Lane,
     copy_gb_per_s,
     lane_between,
@@ -217,8 +219,8 @@ class Roofline:
     measure: Callable[[], float]  # returns it or raises RunError
 
 
-def rooflines(devices: Sequence[torch.device], disk: Path | None) -> list[Roofline]:
-    """Return the rooflines of the links (without a GPU: host memory), the CPU, the first device and `disk`."""
+def rooflines(devices: Sequence[torch.device], disk: Callable[[], DiskRate] | None = None) -> list[Roofline]:
+    """Return the rooflines of the links (without a GPU: host memory), the CPU, the first device and the disk that `disk` measures."""
     device, on_gpu = devices[0], devices[0].type == "cuda"
     decode = "decode with weights in host memory"
     found: list[Roofline] = []
@@ -275,8 +277,7 @@ def rooflines(devices: Sequence[torch.device], disk: Path | None) -> list[Roofli
         kind, bounds = str(dtype).removeprefix("torch."), "prefill, and large batches"
         add(f"matmul_{kind}_tflops", f"matrix product in {kind}", bounds, bench_device.matmul_tflops, device, dtype)
     if disk is not None:
-        reads = f"direct reads from {disk}"
-        add("disk_read_gbps", reads, "decode with --disk-offload", bench_copies.disk_read_gb_per_s, disk)
+        add("disk_read_gbps", "direct reads from the disk", "decode with weights on disk", lambda: disk().gb_per_s)
     return found
 
 
@@ -309,7 +310,10 @@ def make_report(devices: Sequence[torch.device], disk: Path | None) -> dict[str,
             if devices[0].type == "cuda":
                 torch.cuda.empty_cache()
 
-    wanted = rooflines(devices, disk)
+    measure_disk = None
+    if disk is not None:
+        measure_disk = functools.cache(lambda: bench_copies.disk_read_rate(disk, settings=DISK_SETTINGS))
+    wanted = rooflines(devices, measure_disk)
     with current_progress().task("link", len(wanted), ticking=True) as task:
         for number, roofline in enumerate(wanted):
             task.at(f"rate {number + 1} of {len(wanted)} ({roofline.what})", number)
@@ -335,6 +339,7 @@ def make_report(devices: Sequence[torch.device], disk: Path | None) -> dict[str,
         "ceilings": results,
         "gpus": gpus,
         "host": host,
+        "disk": measure_disk()._asdict() if results.get("disk_read_gbps", {}).get("value") else None,
         "warnings": list(dict.fromkeys([*warnings, *memlock_warnings(host)])),
     }
 
@@ -446,6 +451,8 @@ def measure_this_machine(disk: Path | None, say: Say) -> tuple[dict[str, Any], H
         device_products=device_products,
         matmul_tflops={name: found[key] for name, key in dtypes.items() if key in found},
         disk_gb_per_s=found.get("disk_read_gbps"),
+        disk_read_bytes=report["disk"] and report["disk"]["read_bytes"],
+        disk_queue_depth=report["disk"] and report["disk"]["queue_depth"],
         cores=cpu,
         launches=launch_bench.result(),
         loading=loading,

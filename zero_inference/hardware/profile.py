@@ -197,7 +197,9 @@ class HardwareProfile(_ProfilePart):
     device_gb_per_s: Rate | None = None  # copies inside device memory, read plus written bytes
     device_products: tuple[DeviceProductRate, ...] = Field(default=(), strict=False)
     matmul_tflops: dict[str, Rate] = {}  # of large matrices on the device, TFLOP/s (1e12) by dtype
-    disk_gb_per_s: Rate | None = None  # direct reads
+    disk_gb_per_s: Rate | None = None  # direct reads, with the best of several settings:
+    disk_read_bytes: Bytes | None = None  # of a request
+    disk_queue_depth: Count | None = None  # requests at once
     cores: CpuProfile | None = None
     launches: LaunchOverhead | None = None
     engine_overheads: tuple[EngineOverhead, ...] = Field(default=(), strict=False)

@@ -312,6 +312,7 @@ def _drop_other_device(base: HardwareProfile, gpus: tuple[Gpu, ...] | None) -> H
     if gpus is None or bool(gpus) == bool(base.gpus):
         return base
     kept = "source measured_with name measured_at others_cpu_share versions gpus host_memory_bytes disk_free_bytes disk_gb_per_s"
+    kept += " disk_read_bytes disk_queue_depth"
     return HardwareProfile(**{name: getattr(base, name) for name in kept.split()})
 
 

@@ -10,7 +10,7 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream.streams import Timeline
 from zero_inference.errors import RunError
-from zero_inference.hardware.bench_copies import Rate, blocks_of, disk_read_gb_per_s, host_to_device_rounds, rate_of
+from zero_inference.hardware.bench_copies import Rate, blocks_of, disk_read_rate, host_to_device_rounds, rate_of
 from zero_inference.hardware.bench_device import device_copy_gb_per_s, matmul_tflops
 from zero_inference.models.spec import ModelSpec
 from zero_inference.models.weights import return_free_memory
@@ -185,11 +185,11 @@ def _sum_over_ranks(ranks: Ranks, gb_per_s: float) -> float:
 
 def disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
     """Return the sum of all nodes' disks, each measured by its node's first rank with a file as large as all weights, if
-    `disk_read_gb_per_s` takes one of that size; None if one cannot be measured."""
+    `disk_read_rate` takes one of that size; None if one cannot be measured."""
     ranks.barrier()
     return_free_memory()  # of the link's measurement, before this one takes more
     try:
-        gb_per_s = disk_read_gb_per_s(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
+        gb_per_s = disk_read_rate(config.offload_path, weight_bytes).gb_per_s if ranks.local_rank == 0 else 0.0
     except RunError:  # the run does not need the rate
         gb_per_s = None
     unknown_on_any = ranks.maximum([float(gb_per_s is None)])[0]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_inference.engines.base import LoadedModel, LoadProgress
+from zero_inference.engines.base import Job, LoadedModel, LoadProgress
 from zero_inference.engines.offload_folder import check_offload_folder
 from zero_inference.engines.stream.cpu import CpuBackend
 from zero_inference.engines.stream.cuda_graph import StepGraph, replayed_tokens
@@ -76,7 +76,7 @@ def load(
         disk = None
         if placement.on_disk:
             sizes = {block: layouts[block].nbytes for block in sorted(placement.on_disk - plan.in_place.keys())}
-            disk = DiskBlocks(job.config.offload_path, plan.in_place, sizes, DirectIO())
+            disk = DiskBlocks(job.config.offload_path, plan.in_place, sizes, _direct_io(job))
             closing.callback(disk.close)
         store = BlockStore(layouts, devices, placement.resident, plan.pinned, buffers, disk)
         weights = _WeightLoader(plan, store, shared)
@@ -149,6 +149,14 @@ def load(
         weights=weights,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in plan.stored],
     )
+
+
+def _direct_io(job: Job) -> DirectIO:
+    """Return threads that read as the disk was measured to be fastest, if it was."""
+    profile = job.machine.profile()
+    if profile is None or profile.disk_read_bytes is None or profile.disk_queue_depth is None:
+        return DirectIO()
+    return DirectIO(profile.disk_read_bytes, profile.disk_queue_depth)
 
 
 class SkippedLayer(nn.Module):
