@@ -113,11 +113,12 @@ def print_results(request: Request, result: Result) -> None:
     print(printable(", ".join([model_in_short(request.model), request.engine, *filter(None, parts)])))
     print(times_table(measured, on_terminal, width), end="")
     on_gpu, moved, stream = measured.device == "cuda", measured.transfers, engine.stream
+    waits_for_disk = measured.limit.bound_by == "disk"
     lines = [
         sizes_in_words(request, measured, engine),
         limit_in_words(measured),
         faster_in_words(request, measured),
-        idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)) if on_gpu else None,
+        idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)) if on_gpu and not waits_for_disk else None,
         *gpus_in_words(measured),
         cpu_in_words(measured, stream.cores) if stream else None,
         experts_in_words(measured.experts),
@@ -173,8 +174,9 @@ def faster_in_words(request: Request, measured: Measured) -> str | None:
         (link and far and whole_modules, "--engine stream (copies while it computes)"),
         (near and quantizable, f"--quant-bits {min(QUANT_BITS)}"),
         (near and link and without_cpu, "--cpu-compute auto"),
-        (near and disk, "--cpu-offload (if host memory is large enough)"),
-        ((near and not disk or far and compute) and not request.kv_offload, "a larger --batch-size"),
+        (near and disk and request.engine == "stream", "a larger --host-memory or --gpu-memory"),
+        (near and disk and request.engine != "stream", "--cpu-offload (if host memory is large enough)"),
+        ((near or far and compute) and not request.kv_offload, "a larger --batch-size"),
     ]
     options = [text for holds, text in found if holds]
     return f"faster: {', '.join(options)}" if options else None
