@@ -219,7 +219,7 @@ def _note_plan(plan: Plan, files: RunLog) -> None:
     """Note in the request where the weights will be and how many GPUs take part, and name the log after that. Raises UsageError."""
     job, engine_plan = plan.job, plan.engine_plan
     place = weights_place(job.config, job.ranks)
-    if engine_plan.disk_bytes:
+    if engine_plan.uses_disk:
         place = "disk"  # also where nobody asked for it: host memory is too small
     elif place == "disk":
         place = "cpu"  # each weight is smaller than what the engine writes to disk

@@ -259,7 +259,8 @@ class Options:
     )
     host_memory: float | None = _stream(
         None,
-        f"host memory for weights, and for slots that others are read into from NVMe (--offload-dir); {SIZE_HELP}",
+        "host memory for weights; the others are on NVMe, in --offload-dir or the checkpoint's own files. The input embedding, and up to "
+        f"0.5 GiB that weights are read into, are there in any case; {SIZE_HELP}",
         kind="size",
         metavar="SIZE",
         default_help="what is free; with --disk-offload 0",

@@ -407,6 +407,10 @@ class EnginePlan:
         return ()
 
     @property
+    def uses_disk(self) -> bool:
+        return bool(self.disk_bytes)
+
+    @property
     def prefill_micro_batches(self) -> int:
         """Micro-batches of a prefill, which several devices compute at the same time."""
         return 1

@@ -167,7 +167,7 @@ def measure_run(
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkMonitor(ranks, loaded.pinned_memory, loaded.timeline, loaded.devices)
     measure_disk: Callable[[], float | None] | None = None
-    if plan.engine_plan.disk_bytes:
+    if plan.engine_plan.uses_disk:
         measure_disk = loaded.measure_disk or partial(disks_gb_per_s, config, ranks, loaded.weight_bytes)
     rates = measure_rates(config, job.spec, link, loaded.cpu_backend, measure_disk)
     compare()

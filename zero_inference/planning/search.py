@@ -170,7 +170,7 @@ def _plan_batches(
                 plan, refused = _least_plan(job, options)
             except UsageError:
                 continue
-            if plan.engine_plan.disk_bytes and not on_disk:
+            if plan.engine_plan.uses_disk and not on_disk:
                 plan, refused = _plan_within_limit(job, options | {"host_memory": float(MAX_GIB)}), True
             if refused or not plan.fits:
                 if batch_size == batch_sizes[0] and on_host == kv_offload[0]:

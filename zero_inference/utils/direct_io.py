@@ -18,8 +18,26 @@ from zero_inference.errors import RunError
 from zero_inference.utils.host_memory import host_empty
 
 ALIGNMENT = 4096  # of offsets, lengths and memory; no disk asks for more
+BUFFER_BYTES = 1 << 20  # of a thread that reads what is not aligned; smaller requests do not read slower
 READ_BYTES, QUEUE_DEPTH = 8 << 20, 16  # of one request, and requests at once, where they were not measured
 Action = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
+
+
+def aligned_down(nbytes: int) -> int:
+    return nbytes // ALIGNMENT * ALIGNMENT
+
+
+def aligned_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def can_read_directly(path: Path) -> bool:
+    """Return whether the file system of an existing file has direct reads."""
+    try:
+        os.close(open_direct(path))
+    except OSError:
+        return False
+    return True
 
 
 def open_direct(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -38,48 +56,51 @@ class DirectIO:
     def __init__(self, read_bytes: int = READ_BYTES, queue_depth: int = QUEUE_DEPTH):
         self.read_bytes = read_bytes
         self.pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="direct-io")
-        self.of_thread = threading.local()
+        self.thread_state = threading.local()
 
     def read(
-        self, file: int, memory: torch.Tensor, offset: int, before: Callable[[], object] | None = None
+        self, file: int, memory: torch.Tensor, offset: int, memory_free: Callable[[], object] | None = None
     ) -> list[Future[int]]:
         """Request a read into `memory`, uint8 [bytes], from any `offset`; the result of each future is the bytes that the disk read.
 
         What is not aligned in memory as it is in the file is read into a buffer of the thread, and copied.
 
         Args:
-            before: called first by each thread that takes part.
+            memory_free: returns once `memory` may be written to; each thread that takes part calls it first.
         """
         # all parts but the first begin at aligned offsets
         starts = [0, *range(self.read_bytes - offset % ALIGNMENT, memory.numel(), self.read_bytes)]
         ends = [*starts[1:], memory.numel()]
-        return [self.pool.submit(self._part, file, memory[a:b], offset + a, before) for a, b in zip(starts, ends)]
+        return [self.pool.submit(self._read, file, memory[a:b], offset + a, memory_free) for a, b in zip(starts, ends)]
 
-    def _part(self, file: int, memory: torch.Tensor, offset: int, before: Callable[[], object] | None) -> int:
-        if before is not None:
-            before()
+    def _read(self, file: int, memory: torch.Tensor, offset: int, memory_free: Callable[[], object] | None) -> int:
+        if memory_free is not None:
+            memory_free()
         nbytes = memory.numel()
         if not (memory.data_ptr() % ALIGNMENT or offset % ALIGNMENT or nbytes % ALIGNMENT):
-            return _whole(os.preadv, file, memory, offset, nbytes)
-        begin = offset // ALIGNMENT * ALIGNMENT
-        end = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
-        buffer = self._buffer()[: end - begin]
-        done = _whole(os.preadv, file, buffer, begin, offset + nbytes - begin)
-        memory.numpy()[:] = buffer[offset - begin : offset - begin + nbytes].numpy()  # torch would start threads
+            return _transfer(os.preadv, file, memory, offset, nbytes)
+        begin, done, buffer = aligned_down(offset), 0, self._buffer()
+        for start in range(begin, offset + nbytes, buffer.numel()):
+            end = min(start + buffer.numel(), offset + nbytes)
+            part = buffer[: aligned_up(end - start)]
+            done += _transfer(os.preadv, file, part, start, end - start)
+            first = max(start, offset)
+            # by numpy: torch would start threads
+            memory.numpy()[first - offset : end - offset] = part.numpy()[first - start : end - start]
         return done
 
     def _buffer(self) -> torch.Tensor:
-        """Return aligned memory of this thread for one request."""
-        if not hasattr(self.of_thread, "buffer"):
-            self.of_thread.buffer = host_empty((self.read_bytes + ALIGNMENT,), torch.uint8, pinned=False)
-        return self.of_thread.buffer
+        """Return aligned memory of this thread."""
+        if not hasattr(self.thread_state, "buffer"):
+            self.thread_state.buffer = host_empty((BUFFER_BYTES,), torch.uint8, pinned=False)
+        return self.thread_state.buffer
 
     def write(self, file: int, memory: torch.Tensor, offset: int) -> None:
         """Write `memory` at an aligned `offset`, and return when it is done. Raises OSError."""
         starts = range(0, memory.numel(), self.read_bytes)
         parts = [memory[start : start + self.read_bytes] for start in starts]
         futures = [
-            self.pool.submit(_whole, os.pwritev, file, part, offset + start, part.numel())
+            self.pool.submit(_transfer, os.pwritev, file, part, offset + start, part.numel())
             for part, start in zip(parts, starts)
         ]
         wait(futures)
@@ -90,7 +111,7 @@ class DirectIO:
         self.pool.shutdown(cancel_futures=True)
 
 
-def _whole(action: Action, file: int, memory: torch.Tensor, offset: int, needed: int) -> int:
+def _transfer(action: Action, file: int, memory: torch.Tensor, offset: int, needed: int) -> int:
     """Read or write all of `memory`, or to the end of the file if that is after `needed` bytes. Raises RunError: the file ends before."""
     view, done = memoryview(memory.numpy()), 0
     while done < needed:

@@ -164,6 +164,11 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     if not placement.computable and not can_attend:
         if config.cpu_share is None:
             return "host memory has no weights that the CPU backend can multiply"
+        if placement.on_disk:
+            raise UsageError(
+                f"--cpu-compute {config.cpu_compute}: all weights that the CPU could multiply are on disk; raise --host-memory, or use "
+                "--cpu-compute off."
+            )
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the CPU can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
@@ -222,7 +227,8 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     placed = [placement.with_cpu_shares(share, best.of_others) for share in experts]
     placed = [with_fetched_experts(each).with_budget_used() for each in placed]
     placement = min(placed, key=lambda each: decode_step_s(each, plan))
-    share = placement.nbytes_of(placement.cpu_computed) / max(1, placement.host_bytes)
+    multiplied = {*placement.in_host_memory, *placement.cached_on_host}
+    share = placement.nbytes_of(placement.cpu_computed) / max(1, placement.nbytes_of(multiplied))
     return placement, replace(plan, share=share)
 
 
@@ -413,8 +419,9 @@ def _balanced(placement: Placement, plan: CpuPlan, hand_offs_s: float) -> tuple[
     link, cpu = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     experts = placement.expert_blocks
     experts_bytes, experts_read_bytes = placement.nbytes_of(experts), sum(map(placement.read_bytes, experts))
-    others_bytes = placement.host_bytes - experts_bytes
-    most_of_others = (placement.nbytes_of(placement.computable) - experts_bytes) / others_bytes if others_bytes else 0.0
+    others = set(placement.in_host_memory).difference(experts)
+    others_bytes = placement.nbytes_of(others)
+    most_of_others = placement.nbytes_of(others.intersection(placement.computable)) / max(1, others_bytes)
     sent_s = (placement.nbytes_of(placement.offloaded) + plan.carried_bytes) / link  # if the CPU computes nothing
     resident_bytes = sum(map(placement.read_bytes, placement.resident))
     cpu_s = hand_offs_s + resident_bytes / (rates.device_gb_per_s * 1e9)

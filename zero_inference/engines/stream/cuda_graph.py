@@ -65,7 +65,7 @@ EXPECTED = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_k
 Step = Callable[[], torch.Tensor]
 
 
-def why_no_graph(job: Job, in_groups: bool = False, experts_on_disk: bool = False) -> str | None:
+def why_no_graph(job: Job, in_groups: bool = False, on_disk: bool = False, experts_on_disk: bool = False) -> str | None:
     """Return why decode steps of this run are not captured, in a few words; None where they may be.
 
     Raises:
@@ -83,6 +83,7 @@ def why_no_graph(job: Job, in_groups: bool = False, experts_on_disk: bool = Fals
         "it dequantizes experts in groups, whose sizes the host reads": in_groups,
         "the host reads which experts tokens choose, to read these from disk": experts_on_disk,
         "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
+        "steps wait for the disk, and not for Python": on_disk and config.decode_graph == "auto",
     }
     reason = next((words for words, holds in reasons.items() if holds), None)
     if reason is None and not job.takes_step_masks:

@@ -12,9 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice, tee
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 
 from zero_inference.engines.offload_folder import OffloadWorkspace, reserve
 from zero_inference.errors import RunError
-from zero_inference.utils.direct_io import ALIGNMENT, DirectIO, open_direct
+from zero_inference.utils.direct_io import DirectIO, aligned_up, open_direct
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import Transfers
 
@@ -30,12 +30,12 @@ FILE_NAME = "blocks.bin"
 MEASURED_BYTES = 2 << 30  # of a measurement: about a second
 PIECE_BYTES = 128 << 20  # that one slot holds: 50 ms of a fast disk
 DISK_SLOTS = 4  # two are read, one is waited for and one is copied to the device
-Wait = Callable[[], object]
+SlotFree = Callable[[], object]  # returns once a slot may be read into
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Consecutive bytes of a file that are part of a block's buffer; offsets in bytes."""
+    """Names consecutive bytes of a file that are part of a block's buffer."""
 
     path: Path
     offset: int
@@ -43,28 +43,24 @@ class Extent:
     buffer_offset: int = 0
 
 
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def extents_in_file(path: Path, sizes: Mapping[int, int]) -> dict[int, list[Extent]]:
     """Return where each block is in a file of whole blocks; `sizes`: bytes of the blocks, in the order of the file."""
     found, end = {}, 0
     for block, nbytes in sizes.items():
         found[block] = [Extent(path, end, nbytes)]
-        end += _whole_pages(nbytes)
+        end += aligned_up(nbytes)
     return found
 
 
 def slot_bytes(largest: int) -> int:
     """Return the bytes of each of `DISK_SLOTS` slots for blocks of up to `largest` bytes."""
-    return min(PIECE_BYTES, _whole_pages(largest))
+    return min(PIECE_BYTES, aligned_up(largest))
 
 
 class DiskBlocks:
-    """The blocks on disk: where each is, and the file of those that no checkpoint stores as a device needs them.
+    """Reads blocks on disk, and writes those to a file that no checkpoint stores as a device needs them.
 
-    That file is in a workspace of the offload folder, which is removed when the run ends.
+    The file is in a workspace of the offload folder, which is removed when the run ends.
 
     Args:
         in_place: blocks that are read from a checkpoint's files.
@@ -80,9 +76,12 @@ class DiskBlocks:
         self.closing = ExitStack()
         self.files: dict[Path, int] = {}  # descriptors for reads
         self.states: dict[Path, tuple[int, int]] = {}  # of the files when they were opened
-        if not sizes:
-            return
         with ExitStack() as closing:
+            for path in dict.fromkeys(extent.path for extents in in_place.values() for extent in extents):
+                self._open(path, closing)
+            if not sizes:
+                self.closing.push(closing.pop_all())
+                return
             try:
                 workspace = OffloadWorkspace(folder)
             except OSError as error:
@@ -92,41 +91,49 @@ class DiskBlocks:
             closing.callback(workspace.close)
             self.path = workspace.path / FILE_NAME
             self.extents |= extents_in_file(self.path, sizes)
-            reserve(self.path, sum(map(_whole_pages, sizes.values())))
+            reserve(self.path, sum(map(aligned_up, sizes.values())))
             self.file = _opened(self.path, os.O_WRONLY)
+            closing.callback(os.close, self.file)
             self.closing.push(closing.pop_all())
 
     def empty_buffer(self, block: int) -> torch.Tensor:
         """Return host memory to fill with a block and to `write`: uint8, longer than the block."""
-        return host_empty((_whole_pages(self.block_bytes(block)),), torch.uint8, pinned=False)
+        return host_empty((aligned_up(self.block_bytes(block)),), torch.uint8, pinned=False)
 
     def write(self, block: int, buffer: torch.Tensor) -> None:
-        try:
+        with self._writing():
             self.io.write(self.file, buffer, self.extents[block][0].offset)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise RunError(
                 f"{self.path}: could not be written ({error.strerror}); choose another --offload-dir."
             ) from error
 
     def finish(self) -> None:
-        """Wait until all blocks are on the disk; nothing is written afterwards."""
+        """Wait until all blocks are on the disk; nothing is written afterwards. Raises RunError."""
         if self.file is not None:
-            os.fsync(self.file)
-            os.close(self.file)
-            self.file = None
+            with self._writing():
+                os.fsync(self.file)
+            self._open(self.path, self.closing)
 
     def block_bytes(self, block: int) -> int:
         return max(extent.buffer_offset + extent.nbytes for extent in self.extents[block])
 
-    def read(self, block: int, memory: torch.Tensor, begin: int, after: Wait | None = None) -> list[Future[int]]:
+    def read(
+        self, block: int, memory: torch.Tensor, begin: int, memory_free: SlotFree | None = None
+    ) -> list[Future[int]]:
         """Request the bytes of a block's buffer from `begin` on into `memory`, uint8, as `DirectIO.read`; gaps in it are not read."""
         parts: list[Future[int]] = []
         for extent in self.extents[block]:
             first, last = extent.buffer_offset, extent.buffer_offset + extent.nbytes
             low, high = max(first, begin), min(last, begin + memory.numel())
             if low < high:
-                file = self._open(extent.path)
-                parts += self.io.read(file, memory[low - begin : high - begin], extent.offset + low - first, after)
+                own, file = memory[low - begin : high - begin], self.files[extent.path]
+                parts += self.io.read(file, own, extent.offset + low - first, memory_free)
         return parts
 
     def finish_read(self, block: int, parts: Sequence[Future[int]]) -> int:
@@ -145,22 +152,18 @@ class DiskBlocks:
             paths = ", ".join(str(path) for path in dict.fromkeys(each.path for each in self.extents[block]))
             raise RunError(f"{paths}: could not be read ({getattr(error, 'strerror', None) or error}).") from error
 
-    def _open(self, path: Path) -> int:
-        if path not in self.files:
-            self.files[path] = _opened(path)
-            self.closing.callback(os.close, self.files[path])
-            self.states[path] = _state(self.files[path])
-        return self.files[path]
+    def _open(self, path: Path, closing: ExitStack) -> None:
+        self.files[path] = _opened(path)
+        closing.callback(os.close, self.files[path])
+        self.states[path] = _state(self.files[path])
 
     def close(self) -> None:
-        with suppress(OSError):  # nobody reads the file any more
-            self.finish()
         self.io.close()  # before its files
         self.closing.close()
 
 
 class Piece(NamedTuple):
-    """Bytes of a block's buffer that are read into one slot."""
+    """Names the bytes of a block's buffer that are read into one slot."""
 
     block: int
     begin: int
@@ -182,10 +185,10 @@ class DiskReader:
     """
 
     def __init__(self, blocks: Collection[int], disk: DiskBlocks, pinned: bool, transfers: Transfers):
-        self.disk, self.transfers = disk, transfers
+        self.blocks, self.disk, self.transfers = sorted(blocks), disk, transfers
         nbytes = slot_bytes(max(disk.block_bytes(block) for block in blocks))
         self.slots = [host_empty((nbytes,), torch.uint8, pinned) for _ in range(DISK_SLOTS)]
-        self.free: deque[tuple[int, Wait | None]] = deque((slot, None) for slot in range(DISK_SLOTS))
+        self.free: deque[tuple[int, SlotFree | None]] = deque((slot, None) for slot in range(DISK_SLOTS))
         self.reads: deque[_Read] = deque()  # requested and not taken yet, in order
         self.upcoming: Iterator[Piece] = iter(())  # those after `reads`
 
@@ -210,32 +213,39 @@ class DiskReader:
         Raises:
             RunError: the file cannot be read, is too short, or has changed.
         """
-        read = self.reads.popleft()
+        read = self.reads[0]
         assert read.piece.block == block, (read.piece, block)
-        self.transfers.disk_read_bytes += self.disk.finish_read(block, read.parts)
+        try:
+            self.transfers.disk_read_bytes += self.disk.finish_read(block, read.parts)
+        except BaseException:
+            self._drop()  # the next pass reads again
+            raise
+        self.reads.popleft()
         return read.slot, self.slots[read.slot][: read.piece.end - read.piece.begin], read.piece
 
-    def release(self, slot: int, after: Wait | None = None) -> None:
-        """Let `slot` be read into once `after` returns; it is called in other threads."""
-        self.free.append((slot, after))
+    def release(self, slot: int, slot_free: SlotFree | None = None) -> None:
+        """Let `slot` be read into once `slot_free` returns, which other threads call."""
+        self.free.append((slot, slot_free))
         self._request_all()
 
-    def measure_gb_per_s(self, nbytes: int = MEASURED_BYTES) -> float:
-        """Return the rate of reading the next blocks, at least `nbytes` if there are so many, with no other work."""
-        resumed = [read.piece for read in self.reads]
+    def measure_gb_per_s(self, nbytes: int = MEASURED_BYTES) -> float | None:
+        """Return the rate of reading blocks, at least `nbytes`, with no other work; what was read ahead is read again afterwards."""
+        resumed = chain([read.piece for read in self.reads], self.upcoming)
         self._drop()
-        self.upcoming, before = tee(chain(resumed, self.upcoming))
-        start, done = time.perf_counter(), 0
-        self._request_all()
-        while done < nbytes and self.reads:
-            read = self.reads.popleft()
-            done += self.disk.finish_read(read.piece.block, read.parts)
-            self.release(read.slot)
-        rate = done / (time.perf_counter() - start) / 1e9
-        self._drop()
-        self.upcoming = before
-        self._request_all()
-        return rate
+        self.upcoming = self._pieces(cycle(self.blocks), 0)
+        try:
+            start, done = time.perf_counter(), 0
+            self._request_all()
+            while done < nbytes:
+                read = self.reads[0]
+                done += self.disk.finish_read(read.piece.block, read.parts)
+                self.reads.popleft()
+                self.release(read.slot)
+            return done / (time.perf_counter() - start) / 1e9
+        finally:
+            self._drop()
+            self.upcoming = resumed
+            self._request_all()
 
     def close(self) -> None:
         self._drop()
@@ -251,9 +261,9 @@ class DiskReader:
 
     def _request_all(self) -> None:
         while self.free and (piece := next(self.upcoming, None)) is not None:
-            slot, after = self.free.popleft()
+            slot, slot_free = self.free.popleft()
             memory = self.slots[slot][: piece.end - piece.begin]
-            self.reads.append(_Read(piece, slot, self.disk.read(piece.block, memory, piece.begin, after)))
+            self.reads.append(_Read(piece, slot, self.disk.read(piece.block, memory, piece.begin, slot_free)))
 
     def _drop(self) -> None:
         for read in self.reads:
@@ -267,11 +277,11 @@ def _opened(path: Path, flags: int = os.O_RDONLY) -> int:
         return open_direct(path, flags)
     except OSError as error:
         raise RunError(
-            f"{path}: no direct reads ({error.strerror}); name a folder of a local disk with --offload-dir."
+            f"{path}: cannot be opened for direct reads ({error.strerror}); name a folder of a local disk with --offload-dir."
         ) from error
 
 
 def _state(file: int) -> tuple[int, int]:
-    """Return what changes when a file is written to."""
+    """Return size and time of the last change of an open file."""
     found = os.fstat(file)
     return found.st_size, found.st_mtime_ns

@@ -7,6 +7,7 @@ those that were used least, by counts that halve every `HALF_LIFE_PASSES` as tho
 
 from __future__ import annotations
 
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from zero_inference.utils.timing import ExpertCounts, Transfers
 
 
 class HostExperts:
-    """The slots, and which expert each holds.
+    """Reads experts into slots, and counts their use.
 
     Attributes:
         block: of as many experts as there are slots; `buffer`: its bytes.
@@ -47,7 +48,7 @@ class HostExperts:
         self.uses = np.zeros((rows, self.experts))
         self.slot_of = np.full((rows, self.experts), -1)
         self.owner = np.full((slots, 2), -1)  # row and expert in each slot
-        self.choices = self.hits = 0  # (token, expert) pairs that asked, and those whose expert was here
+        self.choices = self.hits = 0  # (token, expert) pairs, and those whose expert was in host memory
         self.counts_of_device = transfers.expert_counts or ExpertCounts
         transfers.expert_counts = self.counts
 
@@ -66,21 +67,23 @@ class HostExperts:
             RunError: the disk cannot be read.
         """
         row, needed = self.row_of[block], sorted(set(chosen))
+        assert len(needed) <= len(self.owner), "the plan has slots for the experts of a decode pass"
         self.choices += len(chosen)
         self.hits += sum(self.slot_of[row, expert] >= 0 for expert in chosen)
         self.uses[row] *= USE_DECAY
         self.uses[row, needed] += 1
         missing = [expert for expert in needed if self.slot_of[row, expert] < 0]
-        parts = []
-        for expert, slot in zip(missing, self._evict(row, needed, len(missing))):
-            parts += self._read(block, expert, slot)
-            self.owner[slot] = row, expert
-            self.slot_of[row, expert] = slot
+        slots = self._evict(row, needed, len(missing))
+        parts: list[Future[int]] = []
         try:
+            for expert, slot in zip(missing, slots):
+                parts += self._read(block, expert, slot)
             self.transfers.disk_read_bytes += self.disk.finish_read(block, parts)
         except BaseException:
-            self._forget(row, missing)
+            wait(parts)
             raise
+        self.owner[slots] = [(row, expert) for expert in missing] or np.empty((0, 2), int)
+        self.slot_of[row, missing] = slots
         return {expert: int(self.slot_of[row, expert]) for expert in needed}
 
     def close(self) -> None:
@@ -96,15 +99,12 @@ class HostExperts:
         slots = np.argsort(use, kind="stable")[:count]
         for slot in slots[rows[slots] >= 0]:
             self.slot_of[tuple(self.owner[slot])] = -1
+        self.owner[slots] = -1
         return slots.tolist()
 
-    def _read(self, block: int, expert: int, slot: int) -> list:
-        parts = []
+    def _read(self, block: int, expert: int, slot: int) -> list[Future[int]]:
+        parts: list[Future[int]] = []
         for in_block, own, nbytes in self.pieces:
             memory = self.buffer[own + slot * nbytes : own + (slot + 1) * nbytes]
             parts += self.disk.read(block, memory, in_block + expert * nbytes)
         return parts
-
-    def _forget(self, row: int, experts: list[int]) -> None:
-        self.owner[self.slot_of[row, experts]] = -1
-        self.slot_of[row, experts] = -1

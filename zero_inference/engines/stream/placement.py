@@ -124,9 +124,10 @@ class Placement:
     def prompt_candidates(self) -> list[int]:
         """Blocks that the CPU could multiply in short prompts: experts; without experts feed-forwards, and also attention's projections
         if the CPU computes some in a decode pass."""
-        feed_forwards = [block for block in self.computable if self.blocks[block].feed_forward]
-        experts = [block for block in self.expert_blocks if block not in self.on_disk]
-        return experts or (feed_forwards if self.cpu_computed <= set(feed_forwards) else self.computable)
+        computable = [block for block in self.computable if block not in self.on_disk]
+        experts = [block for block in computable if self.blocks[block].experts is not None]
+        feed_forwards = [block for block in computable if self.blocks[block].feed_forward]
+        return experts or (feed_forwards if self.cpu_computed <= set(feed_forwards) else computable)
 
     @property
     def layers(self) -> int:
@@ -438,8 +439,8 @@ class Placement:
         )
 
     def with_host_budget(self, nbytes: int, passes_tokens: int = 0) -> Placement:
-        """Return the placement with evenly spread blocks in `nbytes` of host memory, with the slots that the others are read into from
-        disk; these exceed it where it is too small for them.
+        """Return the placement with evenly spread blocks in host memory, and the others on disk. The slots that these are read into are
+        part of `nbytes`, or more than that.
 
         Args:
             passes_tokens: tokens of a decode pass; 0: no experts are cached. Else blocks without experts come first, and then a cache of

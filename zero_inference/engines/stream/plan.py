@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
+from zero_inference.config.options import DEFAULTS, GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import CacheShare, CostTerms, CpuWork, EnginePlan, Footprint, Job
 from zero_inference.engines.stream.blocks import Block, lay_out_blocks, refuse_several_devices
@@ -41,7 +41,7 @@ from zero_inference.engines.stream.placement import (
     plan_placement,
 )
 from zero_inference.engines.stream.rebalance import rebalanced_s
-from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
+from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes, prefill_copies
 from zero_inference.engines.stream.vocabulary import (
     HEAD_BITS,
     EmbeddingTable,
@@ -57,7 +57,8 @@ from zero_inference.kernels.products import FUSED_DTYPES, FUSED_ROWS, format_can
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.stored_weights import plain_in_files
+from zero_inference.models.stored_weights import FileRange, plain_in_files
+from zero_inference.utils.direct_io import can_read_directly
 from zero_inference.utils.format import format_bytes, three_digits
 
 HOST_RESERVE_BYTES = 2 << 30  # host memory that is left to libraries where weights fill it
@@ -68,6 +69,7 @@ RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's roundin
 FRAGMENTED_SHARE = 0.5
 RING_DEPTHS_WITH_CPU = 12, 8, 6, 5, 4  # numbers of ring slots that are tried where the CPU multiplies too
 MAX_STEP_RATIO = 0.98  # fewer slots are taken if a step's predicted time falls at least to this share
+NO_SPACE_FOR_EXPERTS = "host memory has no space for the experts in the GPU's cache as well"
 SLOWER_ATTENTION = "a step with CPU attention is predicted to take longer"
 
 
@@ -91,6 +93,10 @@ class StreamPlan(EnginePlan):
     @property
     def layer_devices(self) -> Sequence[int]:
         return self.placement.layer_devices
+
+    @property
+    def uses_disk(self) -> bool:
+        return bool(self.placement.on_disk)
 
     @property
     def prefill_micro_batches(self) -> int:
@@ -184,7 +190,7 @@ class StreamPlan(EnginePlan):
         fused = job.on_gpu and placement.fuses_codes
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
-            prefill_disk_bytes=placement.disk_bytes,
+            prefill_disk_bytes=placement.nbytes_of(prefill_copies(placement) & placement.on_disk),
             prefill_fetched_bytes=prefill_bytes(placement) + prompt_tokens * placement.embedding_row_bytes,
             chosen_expert_bytes=round(placement.fetched_expert_bytes),
             prefill_link_gb_per_s=prefill_link_gb_per_s,
@@ -264,7 +270,10 @@ class StreamPlan(EnginePlan):
     def in_words(self) -> list[str]:
         placement, on_gpu, lines = self.placement, self.job.on_gpu, []
         if placement.offloaded and (on_gpu or self.fetched_bytes):
-            lines.append(f"each decode step {self.describe_copies()}{self._describe_reads()}")
+            lines.append(f"each decode step {self.describe_copies()}")
+        if placement.on_disk:
+            cached = f"; host memory caches {placement.host_expert_slots} experts" if placement.cached_on_host else ""
+            lines.append(f"each decode step reads {format_bytes(self.disk_bytes)} from disk{cached}")
         if self.cpu is not None and placement.offloaded:
             lines += self._describe_cpu(self.cpu)
         elif self.no_cpu and (placement.offloaded or self.job.config.kv_offload):
@@ -284,9 +293,6 @@ class StreamPlan(EnginePlan):
         if quota := placement.quota:
             lines.append(f"of {len(quota) - 1} missed experts of a layer, the device fetches {quota[-1]}")
         return lines
-
-    def _describe_reads(self) -> str:
-        return f", {format_bytes(self.disk_bytes)} of it from disk" if self.disk_bytes else ""
 
     def _describe_cpu(self, cpu: CpuPlan) -> list[str]:
         """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
@@ -321,7 +327,7 @@ class StreamPlan(EnginePlan):
         layers = f"{'the experts of ' if only_experts else ''}{placement.offloaded_layers} of {placement.layers} layers"
         host = f"in host memory ({format_bytes(placement.host_bytes)}{embedding})"
         disk = f" and on disk ({format_bytes(placement.disk_bytes)})" if placement.on_disk else ""
-        return f"{layers} {host}{disk}, everything else on the device"
+        return f"{layers} {host}{disk}" + ", everything else on the device" * self.job.on_gpu
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -332,7 +338,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
             that it cannot compute.
     """
     refuse_several_devices(job)
-    no_cpu_at_all = why_no_cpu_compute(job, bool(_place(job, divided=True).cached_on_host))
+    no_cpu_at_all = why_no_cpu_compute(job, not job.on_gpu and bool(_place(job, divided=True).cached_on_host))
     with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None
     placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, _target_is_divided(job)), None)
@@ -345,12 +351,16 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
             "--disk-offload: all weights fit on the device and in --host-memory, so none are on disk; drop it, or lower --gpu-memory "
             "or --host-memory."
         )
-    no_graph = why_no_graph(job, _reads_group_sizes(job, placement), bool(placement.cached_on_host))
+    on_disk, experts = bool(placement.on_disk), bool(placement.cached_on_host)
+    no_graph = why_no_graph(job, _reads_group_sizes(job, placement), on_disk, experts)
     placement = replace(placement, graphs=job.on_gpu and no_graph is None)
     shared_device, shared_host = _shared_bytes(job, placement)
     host = placement.host_bytes + placement.host_expert_bytes + placement.disk_slots_bytes
     host += placement.embedding_bytes - shared_host
-    pinned, in_place = job.pin_weights, _in_place(job, placement)
+    pinned, in_place = job.pin_weights, {}
+    if placement.on_disk:
+        possible = _in_place(job, placement.blocks)
+        in_place = {block: extents for block, extents in possible.items() if block in placement.on_disk}
     written = sum(slot_bytes for block, slot_bytes in placement.disk_file.items() if block not in in_place)
     attends = cpu is not None and cpu.attends
     no_cpu_attention = None
@@ -378,27 +388,39 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     )
 
 
-def _in_place(job: Job, placement: Placement) -> dict[int, list[Extent]]:
-    """Return the blocks on disk that are read from the checkpoint's files: those whose weights it stores as the model has them."""
-    prefix, _ = decoder_layers(job.empty_model.model)
-    stored_names: dict[int, dict[str, str]] = {}  # block -> name in its layout -> name in the model
-    for index in placement.on_disk:
-        block = placement.blocks[index]
-        if not any(each.packed or each.transposed for each in block.layout.parameters):
-            stored_names[index] = {each.name: block.full_name(prefix, each.name) for each in block.layout.parameters}
-    names = frozenset(name for each in stored_names.values() for name in each.values())
-    if not names or not job.empty_model.is_empty:
+def _in_place(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]:
+    """Return the blocks that may be read from the checkpoint's files, if they are to be on disk: all that it stores as the model has them.
+
+    They are on the disk of --offload-dir if that is given, and it allows direct reads.
+    """
+    if job.quantized:
         return {}
-    key = "plain in files", job.spec.weights_are_here, names
-    ranges = job.empty_model.cached(key, lambda: plain_in_files(job.empty_model.model, job.spec, names))
-    return {
-        index: [
-            Extent(*ranges[full], placement.blocks[index].layout[name].plain.offset)
-            for name, full in block_names.items()
-        ]
-        for index, block_names in stored_names.items()
-        if ranges.keys() >= set(block_names.values())
-    }
+    model, config = job.empty_model.model, job.config
+    prefix, layers = decoder_layers(model)
+
+    def find() -> dict[str, FileRange]:
+        found = plain_in_files(model, job.spec, frozenset(f"{prefix}.{name}" for name, _ in layers.named_parameters()))
+        folder = next((each for each in (config.offload_path, *config.offload_path.parents) if each.exists()), None)
+        given = config.offload_dir != DEFAULTS["offload_dir"] and folder is not None
+        good = {
+            path: can_read_directly(path) and not (given and path.stat().st_dev != folder.stat().st_dev)
+            for path in {each.path for each in found.values()}
+        }
+        return {name: each for name, each in found.items() if good[each.path]}
+
+    key = "plain in files", job.spec.weights_are_here, config.offload_dir
+    if not job.empty_model.is_empty:
+        ranges = job.empty_model.facts.get(key, {})
+    else:
+        ranges = job.empty_model.cached(key, find)
+    result = {}
+    for index, block in enumerate(blocks if ranges else ()):
+        parameters = block.layout.parameters
+        names = [block.full_name(prefix, each.name) for each in parameters]
+        if ranges.keys() >= set(names) and not any(each.packed or each.transposed for each in parameters):
+            found = ((ranges[name], each.plain.offset) for name, each in zip(names, parameters))
+            result[index] = [Extent(stored.path, stored.offset, stored.nbytes, offset) for stored, offset in found]
+    return result
 
 
 def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | str | None:
@@ -411,6 +433,8 @@ def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | st
                 "--gpu-memory, or drop --cpu-compute."
             )
         return None
+    if divided.on_disk and not _place(job, divided=False).on_disk:
+        return NO_SPACE_FOR_EXPERTS
     found = plan_cpu(job, divided, may_attend)
     if isinstance(found, str):
         return found
@@ -419,7 +443,7 @@ def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | st
         placed, cpu = _with_fewer_slots(job, placed, cpu, may_attend)
     needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
     if cpu.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
-        return "host memory has no space for the experts in the GPU's cache as well"
+        return NO_SPACE_FOR_EXPERTS
     return plan_short_prompts(job, placed, cpu)
 
 
@@ -522,9 +546,11 @@ def _host_budget(job: Job, placement: Placement) -> int | None:
         of_device = 0 if job.on_gpu else placement.device_bytes + job.cache_device_bytes + job.activation_bytes
         largest_bytes = job.sizes.parameter_bytes // max(1, placement.layers)  # a layer while it is loaded
         budget = job.machine.available_host_bytes() - job.kv_host_bytes - of_device - HOST_RESERVE_BYTES - largest_bytes
-        disk_bytes = job.machine.disk_free_bytes(config.offload_path)
-        if disk_bytes is None or disk_bytes < needed - budget:
-            return None
+        if needed > budget:
+            free_bytes = job.machine.disk_free_bytes(config.offload_path)
+            in_place = placement.nbytes_of(_in_place(job, placement.blocks).keys() & set(placement.offloaded))
+            if free_bytes is None or free_bytes < needed - budget - in_place:
+                return None
     return None if needed <= budget or not placement.offloaded else max(0, budget - embedding_bytes)
 
 

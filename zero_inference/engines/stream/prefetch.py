@@ -104,18 +104,20 @@ class Prefetcher:
             before_decoder = self.layers.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)
             self.patches.add_hooks(before_decoder)
             self._hook_blocks(decoder_layers(model)[1], caches)
-        except BaseException:  # no memory for the CPU's tasks, for one
+            for index, cache in caches.items():
+                if cache.owns_slots and index not in placement.on_disk:
+                    cache.load_first()
+            for ring in self.rings.values():
+                ring.prime()
+        except BaseException:  # no memory for the CPU's tasks, or a file that cannot be read, for two
             self.patches.close()
             self.layers.close()
+            for ring in self.rings.values():
+                ring.close()
             raise
         # blocks that the CPU can compute; `_update_placement` removes those that turn out not to be `usable`
         self.computable = {block.index for block in self.blocks if block.cpu is not None}
         self.observed: set[int] = set()  # blocks that the device has computed once, see `HookedBlock.finish_observing`
-        for cache in caches.values():
-            if cache.owns_slots and cache.buffer.device.type != "meta":
-                cache.load_first()
-        for ring in self.rings.values():
-            ring.prime()
 
     @property
     def disk_readers(self) -> list[DiskReader]:
@@ -155,7 +157,7 @@ class Prefetcher:
     def begin_pass(self, tokens: int) -> None:
         """Choose the kind of a pass of `tokens` tokens, and request the blocks that it streams; called before the model or a graph runs."""
         for device, timeline in enumerate(self.timeline.devices):
-            timeline.begin_pass(len(self.rings[device].pending) if device in self.rings else 0)
+            timeline.begin_pass(self.rings[device].pending_copies if device in self.rings else 0)
         self.tokens = tokens
         if tokens != sys.maxsize:
             self.transfers.host_to_device_bytes += tokens * self.placement.embedding_row_bytes

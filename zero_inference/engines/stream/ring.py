@@ -33,6 +33,7 @@ class _Fetch:
     slot: int
     arrived: Any = None  # event after the copy; None while a block on disk is not read yet
     copied: int = 0  # bytes of a block on disk whose copies are queued
+    copies: int = 0  # that are queued
 
 
 class RingBuffer:
@@ -131,6 +132,10 @@ class RingBuffer:
             self.requested_early = {fetch.block for fetch in self.pending}
         self._read_ahead()
         self._request_all()
+
+    @property
+    def pending_copies(self) -> int:
+        return sum(fetch.copies for fetch in self.pending)
 
     def buffer_in(self, block: int, slot: int) -> torch.Tensor:
         return self.slots[slot][: self.store.layouts[block].nbytes]
@@ -295,6 +300,7 @@ class RingBuffer:
         arrived = self.streams.record_event(self.copy_stream)
         self.transfers.host_to_device_bytes += link_bytes
         free, freed_by = self.last_use[slot], self.last_span[slot]
+        fetch.copies += 1
         self.timeline.record_copy(Copy(fetch.block, link_bytes, free, freed_by, start, arrived))
         return arrived
 
@@ -355,12 +361,17 @@ def prefill_bytes(placement: Placement) -> int:
     The ring buffers still hold the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
     are dropped. Cached experts do not cross again.
     """
+    return placement.nbytes_of(prefill_copies(placement)) - placement.gathered_bytes
+
+
+def prefill_copies(placement: Placement) -> set[int]:
+    """Return the blocks of `prefill_bytes`."""
     order = [block for block in placement.offloaded if block not in placement.prompt_cpu_computed]
     prefetched: set[int] = set()
     for device in placement.devices:
         held = placement.on(device, placement.streamed)[: slots_in_steps(placement, device)]
         prefetched |= set(held).intersection(placement.on(device, order)[: placement.slots_on(device)])
-    return placement.nbytes_of(order) - placement.gathered_bytes - placement.nbytes_of(prefetched)
+    return set(order) - prefetched
 
 
 def simulate_passes(blocks: list[BlockTimes], slots: Sequence[int], fixed_slots: bool) -> float:
