@@ -21,7 +21,7 @@ import torch
 from conftest import VOCAB, plain_ids, small_disk, too_few_gpus
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load, save_as
 
-from zero_inference.cli import main
+from zero_inference.cli import console_main, main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.offload_folder import OffloadWorkspace
 from zero_inference.engines.stream.disk import DISK_SLOTS, DiskBlocks, DiskReader, Extent
@@ -291,6 +291,73 @@ def test_the_least_used_experts_are_evicted(models, tmp_path):
     assert contents(one, 1) and transfers.disk_read_bytes >= 5 * size
     assert host.slots_for(one, [0, 1, 2, 0]).keys() == {0, 1, 2} and host.slot_of[1].max() == -1
     loaded.close()
+
+
+# Converted files
+
+IN_16 = "--quant-group-size 16"
+
+
+@pytest.mark.parametrize(
+    "family, options", [("mixtral", ""), ("llama", f"--quant-bits 4 {IN_16}"), ("gpt2", f"--quant-bits 8 {IN_16}")]
+)
+def test_a_converted_file_is_reused(family, options, models, tmp_path, capfd):
+    """By all runs with the same weights, which write nothing, with any budget of host memory."""
+    folder, where = models(family), ["--dtype", "float32", "--offload-dir", str(tmp_path)]
+    assert console_main(["zero-inference", "convert", str(folder), *where, *options.split()]) == 0
+    (file,) = tmp_path.iterdir()
+    assert capfd.readouterr().out.strip() == str(file) and file.stat().st_mode & 0o077 == 0
+    chosen = dict(zip((word[2:].replace("-", "_") for word in options.split()[::2]), map(int, options.split()[1::2])))
+    chosen |= dict(offload_dir=str(tmp_path))
+    expected = ids_of(folder, **chosen) if options else plain_ids(folder, IDS, GEN)
+    for share in (0, 0.6):
+        host = budget(folder, share, **chosen)
+        plan = plan_of(folder, host_memory=host, **chosen)
+        assert plan.in_place.keys() == plan.placement.on_disk and plan.footprint.disk == 0 < plan.disk_bytes
+        assert {extent.path for extents in plan.in_place.values() for extent in extents} == {file}
+        assert torch.equal(ids_of(folder, host_memory=host, **chosen), expected)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_of_other_weights_is_not_used(models, tmp_path, capfd, monkeypatch):
+    folder, options = models("mixtral"), dict(disk_offload=True, offload_dir=str(tmp_path / "offload"))
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
+    convert = [
+        "zero-inference",
+        "convert",
+        str(copied),
+        "--dtype",
+        "float32",
+        "--offload-dir",
+        str(tmp_path / "offload"),
+    ]
+    assert console_main(convert) == 0
+    file = Path(capfd.readouterr().out.strip())
+    assert plan_of(copied, **options).footprint.disk == 0
+    for other in (dict(dtype="bfloat16"), dict(quant_bits=8, quant_group_size=16)):
+        assert plan_of(copied, **options | other).footprint.disk > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert plan_of(copied, **options).footprint.disk > 0, "another user's"
+    content = file.read_bytes()
+    os.truncate(file, len(content) // 2)
+    assert plan_of(copied, **options).footprint.disk > 0, "half of it, as a full disk leaves it"
+    file.write_bytes(content)
+    assert plan_of(copied, **options).footprint.disk == 0
+    os.utime(next(copied.glob("*.safetensors")), (1, 1))
+    assert plan_of(copied, **options).footprint.disk > 0, "the checkpoint has changed"
+
+
+def test_what_cannot_be_converted(models, tmp_path, capfd):
+    where = ["--dtype", "float32", "--offload-dir", str(tmp_path)]
+    for options, message in (
+        ([str(models("llama")), *where], "runs read its own files as they are"),
+        (["--quant-bits", "4"], "name a model first"),
+        ([str(models("llama")), "--quant-bits", "auto"], "name them"),
+    ):
+        assert console_main(["zero-inference", "convert", *options]) == 2
+        assert message in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 # The reader

@@ -10,13 +10,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from zero_inference.config.options import DEFAULTS
+from zero_inference.config.options import DEFAULTS, OPTIONS
 from zero_inference.config.parser import Parser, Version, examples
 from zero_inference.config.run_config import (
+    add_model,
     add_run_arguments,
     config_from_args,
     first_rank_alone,
+    make_config,
     model_argument,
     parse_options,
 )
@@ -53,6 +56,41 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
             from zero_inference.runner import run
 
         run(config, argv, args.local_rank)
+    return 0
+
+
+CONVERTED = (
+    "model dummy dtype quant_bits quant_group_size seed dummy_routing trust_remote_code offload_dir verbose".split()
+)
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run that decide the bytes of its weights."""
+    parser.usage = "%(prog)s MODEL [options]"
+    parser.description = (
+        "Write a model's weights to a file in --offload-dir. Runs of --engine stream with the same model, --quant-bits, --dtype and "
+        "--offload-dir then read from it what is on NVMe, and do not write it anew. Checkpoints in 16 bits need no conversion, unless "
+        "their weights are fused or transposed. Remove the file when you need it no more."
+    )
+    parser.epilog = examples("zero-inference convert llama-2-13b --dummy --quant-bits 4 --offload-dir /mnt/nvme")
+    add_model(parser, replace(OPTIONS["model"], default=None))
+    for name in CONVERTED[1:]:
+        OPTIONS[name].add_to(parser)
+
+
+def convert_command(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, name, None) for name in CONVERTED} | {"model": model_argument(args)}
+    if given["model"] is None:
+        raise UsageError("name a model first: zero-inference convert MODEL, a hub name, a local folder or a preset.")
+    on_disk = dict(engine="stream", disk_offload=True, gpu_memory=0, host_memory=0, prompt_len=1, gen_len=1)
+    config = make_config(given | on_disk)  # before torch is imported
+    if config.auto:
+        raise UsageError("--quant-bits auto: a file has weights of certain bits; name them.")
+    with interpreter.postpone_collections():
+        with importing("torch and transformers", config.verbose > 0):
+            from zero_inference.runner import convert
+
+        print(convert(config))
     return 0
 
 
@@ -112,6 +150,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     add("run", purpose, add_run, lambda args: run_command(args, list(argv)))
     purpose = "show which configurations of a model this machine, or another one, can run, and how fast"
     add("plan", purpose, plan.add_arguments, plan.main)
+    add("convert", "write weights once, as runs of --engine stream read them from NVMe", add_convert, convert_command)
     add("report", "show all runs in a log folder in one table", report.add_arguments, report.main)
     add("link", "measure the link, the disk and the device of this machine", link.add_arguments, measure_link)
     add("micro", "time matrix products, element-wise operations and layers", micro.add_arguments, micro.main)

@@ -20,6 +20,7 @@ from zero_inference.config.options import LOG_PREFIX, OPTIONS, PATHS
 from zero_inference.config.run_config import RunConfig, first_rank_alone, non_default_options, save_options
 from zero_inference.engines.deepspeed.plan import read_ds_config
 from zero_inference.engines.offload_folder import close_all
+from zero_inference.engines.stream.engine import convert as convert_weights
 from zero_inference.errors import ONLY_PLANNED, UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
@@ -36,7 +37,7 @@ from zero_inference.models.checkpoint_files import find_shards
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.changes import check_memory
-from zero_inference.planning.make_plan import plan_run, with_current_memory
+from zero_inference.planning.make_plan import make_plan, plan_run, stream_plan, with_current_memory
 from zero_inference.planning.output import print_plan
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, driven_devices
 from zero_inference.planning.search import choose
@@ -95,6 +96,34 @@ def run(
             if alone:
                 config = _with_gpus_of(launch, config, ranks, machine, progress)
             return _run(config, argv, ranks, machine, progress, publish)
+
+
+@interpreter.reserve_stack
+def convert(config: RunConfig) -> Path:
+    """Write a model's weights to a file of --offload-dir, from which later runs with the same weights read them; return the file.
+
+    Args:
+        config: of a run with all blocks on disk.
+
+    Raises:
+        UsageError: the model or the folder cannot be used, or runs read the checkpoint's own files.
+        RunError: the weights cannot be read or written.
+    """
+    if config.verbose < 2:
+        transformers_logging.set_verbosity_error()
+    with use_progress(Progress(enabled=config.verbose > 0)) as progress:
+        ranks = detect_ranks()
+        spec = _find_model(config, ranks, progress)
+        check_model(config, spec)
+        if not spec.dummy:
+            spec.checkpoint_folder()
+        plan = stream_plan(make_plan(build_job(config, spec, ranks)))
+        own_files = {
+            extent.path for extents in plan.in_place.values() for extent in extents if extent.path.parent == spec.folder
+        }
+        if own_files and plan.footprint.disk == 0:
+            raise UsageError(f"{config.model}: runs read its own files as they are, so there is nothing to convert.")
+        return convert_weights(plan, progress.loading(plan.job.sizes.parameter_bytes))
 
 
 def _with_gpus_of(launch: Launch, config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress) -> RunConfig:

@@ -70,7 +70,7 @@ def load_weights(
 
     Args:
         keep: weights that are kept as the checkpoint stores them, instead; their parameters become empty.
-        in_place: parameters that the engine reads from the checkpoint's files itself. They become empty, and `adopt` gets those alone that
+        in_place: parameters that the engine reads from files itself. They become empty, and `adopt` gets those alone that
             are observed.
     """
 
@@ -97,16 +97,17 @@ def load_weights(
         set_tensor(model, [name], empty)  # until its block is called
 
     kept = {} if keep is None else keep.formats
+    unread = frozenset(name for name in in_place if not _observers_of(name))
+    for name in unread:
+        plain = model.get_parameter(name)
+        progress(plain.nbytes)
+        empty = nn.Parameter(torch.empty(0, dtype=plain.dtype, device=device), requires_grad=False)
+        set_tensor(model, [name], empty)
     if spec.dummy:
         std = embedding_std(spec.text_config) if spec.dummy_routing == "text" else WEIGHT_STD
-        _draw_weights(model, seed, device, take, std, kept, take_stored)
+        _draw_weights(model, seed, device, take, std, kept, take_stored, unread)
     else:
-        for name in (unread := [each for each in in_place if not _observers_of(each)]):
-            plain = model.get_parameter(name)
-            progress(plain.nbytes)
-            empty = nn.Parameter(torch.empty(0, dtype=plain.dtype, device=device), requires_grad=False)
-            set_tensor(model, [name], empty)
-        _read_weights(model, spec, take, kept, take_stored, frozenset(unread))
+        _read_weights(model, spec, take, kept, take_stored, unread)
     model.tie_weights()
 
 
@@ -132,12 +133,15 @@ def _draw_weights(
     std_of_embeddings: float,
     kept: Formats,
     adopt_stored: AdoptStored,
+    unread: Collection[str],
 ) -> None:
     untrimmed_bytes = 0  # of drawn weights since `return_free_memory` was called
     # a checkpoint's own code may lack get_input_embeddings
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
     names = parameter_names(model)
     for name, parameter in list(model.named_parameters()):
+        if name in unread:
+            continue
         untrimmed_bytes += parameter.nbytes
         if untrimmed_bytes >= TRIMMED_BYTES:
             return_free_memory()

@@ -21,7 +21,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from zero_inference.engines.stream.cpu import CpuBackend
 from zero_inference.engines.stream.cuda_graph import StepGraph, replayed_tokens
 from zero_inference.engines.stream.devices import device_by_name, move_buffers
 from zero_inference.engines.stream.disk import DiskBlocks
+from zero_inference.engines.stream.disk_plan import converted_file
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan, shared_blocks
@@ -151,6 +154,30 @@ def load(
     )
 
 
+def convert(plan: StreamPlan, progress: LoadProgress = lambda done: None) -> Path:
+    """Write all blocks of a plan that has them on disk to its `converted_file`, and return that. A file that is there already is replaced.
+
+    Raises:
+        UsageError: the folder cannot be used or has too little space.
+        RunError: the weights cannot be read, or not written.
+    """
+    job, placement = plan.job, plan.placement
+    path, model = converted_file(job, placement.blocks), job.empty_model.model
+    assert path is not None and len(placement.on_disk) == len(placement.blocks)
+    check_offload_folder(path.parent, sum(placement.disk_file.values()))
+    layouts = [block.layout for block in placement.blocks]
+    devices = [job.devices[placement.device_of(index)] for index in range(len(layouts))]
+    sizes = {index: layout.nbytes for index, layout in enumerate(layouts)}
+    with contextlib.closing(DiskBlocks(path.parent, {}, sizes, DirectIO())) as disk:
+        weights = _WeightLoader(replace(plan, in_place={}), BlockStore(layouts, devices, (), False, {}, disk))
+        keep = Keep(plan.kept, weights.adopt_stored)
+        load_weights(model, job.spec, job.config.seed, job.devices[0], weights.adopt, progress, keep)
+        weights.close()
+        disk.finish()
+        disk.path.replace(path)
+    return path
+
+
 def _direct_io(job: Job) -> DirectIO:
     """Return threads that read as the disk was measured to be fastest, if it was."""
     profile = job.machine.profile()
@@ -264,7 +291,8 @@ class _WeightLoader:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)  # until its block is called
 
     def adopt_stored(self, name: str, weight: QuantizedWeight) -> None:
-        self.store.put_stored(*self.plan.stored[name], weight)
+        if self.plan.stored[name][0] not in self.plan.in_place:
+            self.store.put_stored(*self.plan.stored[name], weight)
 
     def close(self) -> None:
         if self.embedding is not None:

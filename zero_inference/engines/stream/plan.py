@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zero_inference.config.options import DEFAULTS, GROUP_SIZES, MIN_RING_DEPTH
+from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import CacheShare, CostTerms, CpuWork, EnginePlan, Footprint, Job
 from zero_inference.engines.stream.blocks import Block, lay_out_blocks, refuse_several_devices
@@ -31,6 +31,7 @@ from zero_inference.engines.stream.cpu_plan import (
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.devices import prefill_micro_batches, should_alternate
 from zero_inference.engines.stream.disk import Extent
+from zero_inference.engines.stream.disk_plan import blocks_in_files, host_budget
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import (
     DEFAULT_RING_DEPTH,
@@ -57,11 +58,8 @@ from zero_inference.kernels.products import FUSED_DTYPES, FUSED_ROWS, format_can
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.stored_weights import FileRange, plain_in_files
-from zero_inference.utils.direct_io import can_read_directly
 from zero_inference.utils.format import format_bytes, three_digits
 
-HOST_RESERVE_BYTES = 2 << 30  # host memory that is left to libraries where weights fill it
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Share of the activations that the allocator is estimated to hold in free blocks too small for the next request: it keeps those of hidden
 # states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and not with 2.15
@@ -359,7 +357,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     host += placement.embedding_bytes - shared_host
     pinned, in_place = job.pin_weights, {}
     if placement.on_disk:
-        possible = _in_place(job, placement.blocks)
+        possible = blocks_in_files(job, placement.blocks)
         in_place = {block: extents for block, extents in possible.items() if block in placement.on_disk}
     written = sum(slot_bytes for block, slot_bytes in placement.disk_file.items() if block not in in_place)
     attends = cpu is not None and cpu.attends
@@ -386,41 +384,6 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         copies_kv=not attends,
         preallocated_cache=takes_cache(job.empty_model.model) and not job.window_only_in_cache,
     )
-
-
-def _in_place(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]:
-    """Return the blocks that may be read from the checkpoint's files, if they are to be on disk: all that it stores as the model has them.
-
-    They are on the disk of --offload-dir if that is given, and it allows direct reads.
-    """
-    if job.quantized:
-        return {}
-    model, config = job.empty_model.model, job.config
-    prefix, layers = decoder_layers(model)
-
-    def find() -> dict[str, FileRange]:
-        found = plain_in_files(model, job.spec, frozenset(f"{prefix}.{name}" for name, _ in layers.named_parameters()))
-        folder = next((each for each in (config.offload_path, *config.offload_path.parents) if each.exists()), None)
-        given = config.offload_dir != DEFAULTS["offload_dir"] and folder is not None
-        good = {
-            path: can_read_directly(path) and not (given and path.stat().st_dev != folder.stat().st_dev)
-            for path in {each.path for each in found.values()}
-        }
-        return {name: each for name, each in found.items() if good[each.path]}
-
-    key = "plain in files", job.spec.weights_are_here, config.offload_dir
-    if not job.empty_model.is_empty:
-        ranges = job.empty_model.facts.get(key, {})
-    else:
-        ranges = job.empty_model.cached(key, find)
-    result = {}
-    for index, block in enumerate(blocks if ranges else ()):
-        parameters = block.layout.parameters
-        names = [block.full_name(prefix, each.name) for each in parameters]
-        if ranges.keys() >= set(names) and not any(each.packed or each.transposed for each in parameters):
-            found = ((ranges[name], each.plain.offset) for name, each in zip(names, parameters))
-            result[index] = [Extent(stored.path, stored.offset, stored.nbytes, offset) for stored, offset in found]
-    return result
 
 
 def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | str | None:
@@ -532,28 +495,6 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     return job.on_gpu and job.step_tokens > FUSED_ROWS and any(in_groups)
 
 
-def _host_budget(job: Job, placement: Placement) -> int | None:
-    """Return the bytes of host memory for the blocks of a `placement` without blocks on disk; None if all offloaded ones may be there."""
-    config, embedding_bytes = job.config, placement.embedding_bytes
-    needed = placement.host_bytes + embedding_bytes
-    if job.target is not None:
-        return None  # of a draft: it is on the device
-    if config.host_memory is not None:
-        budget = int(config.host_memory * GIB)
-    elif config.disk_offload:
-        budget = 0
-    else:
-        of_device = 0 if job.on_gpu else placement.device_bytes + job.cache_device_bytes + job.activation_bytes
-        largest_bytes = job.sizes.parameter_bytes // max(1, placement.layers)  # a layer while it is loaded
-        budget = job.machine.available_host_bytes() - job.kv_host_bytes - of_device - HOST_RESERVE_BYTES - largest_bytes
-        if needed > budget:
-            free_bytes = job.machine.disk_free_bytes(config.offload_path)
-            in_place = placement.nbytes_of(_in_place(job, placement.blocks).keys() & set(placement.offloaded))
-            if free_bytes is None or free_bytes < needed - budget - in_place:
-                return None
-    return None if needed <= budget or not placement.offloaded else max(0, budget - embedding_bytes)
-
-
 def _place(job: Job, divided: bool, depth: int | None = None, caches_experts: bool = True) -> Placement:
     """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the devices.
 
@@ -620,7 +561,7 @@ def _place(job: Job, divided: bool, depth: int | None = None, caches_experts: bo
         fuses = form is not None and format_can_fuse(form, job.spec.dtype)
         placed = replace(placement, embedding=embedding, gathers=gathers, graphs=graphs, link_shares=links)
         placed = replace(placed, format=form, fuses_codes=fuses)
-        budget = _host_budget(job, placed)
+        budget = host_budget(job, placed)
         if budget is None:
             return placed
         return placed.with_host_budget(budget, job.step_tokens if caches_experts and config.cpu_share != 0 else 0)
