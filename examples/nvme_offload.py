@@ -1,7 +1,7 @@
 """How fast is your model from NVMe? python examples/nvme_offload.py [MODEL] [FOLDER_ON_THE_DISK]
 
-Weights lie on disk and are read for each token, by DeepSpeed through libaio. The same in a shell, with more loops:
-    deepspeed --num_gpus 1 run_model.py --model MODEL --disk-offload --offload-dir FOLDER
+Weights are on disk and are read for each token. The same in a shell, with more loops:
+    python run_model.py MODEL --engine stream --disk-offload --gpu-memory 0 --offload-dir FOLDER
 """
 
 import sys
@@ -12,9 +12,8 @@ from zero_inference import run
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
 folder = sys.argv[2] if len(sys.argv) > 2 else "~/offload_dir"
 
-result = run(
-    model, engine="deepspeed", disk_offload=True, offload_dir=folder, prompt_len=32, gen_len=4, loops=1, warmup=0
-)
+on_disk = dict(engine="stream", disk_offload=True, gpu_memory=0, offload_dir=folder)
+result = run(model, **on_disk, prompt_len=32, gen_len=4, loops=1, warmup=0)
 print(result)
 
 record = (

@@ -249,7 +249,7 @@ def _note_plan(plan: Plan, files: RunLog) -> None:
     job, engine_plan = plan.job, plan.engine_plan
     place = weights_place(job.config, job.ranks)
     if engine_plan.uses_disk:
-        place = "disk"  # also where nobody asked for it: host memory is too small
+        place = "disk"  # also without --disk-offload, where host memory is too small
     elif place == "disk":
         place = "cpu"  # each weight is smaller than what the engine writes to disk
     found = {"pin_memory": engine_plan.pinned, "num_gpus": job.num_gpus if job.on_gpu else 0, "weights_place": place}

@@ -63,7 +63,7 @@ class DirectIO:
     ) -> list[Future[int]]:
         """Request a read into `memory`, uint8 [bytes], from any `offset`; the result of each future is the bytes that the disk read.
 
-        What is not aligned in memory as it is in the file is read into a buffer of the thread, and copied.
+        Memory and file are rarely aligned alike; then a thread reads into a buffer of its own, and copies.
 
         Args:
             memory_free: returns once `memory` may be written to; each thread that takes part calls it first.

@@ -193,8 +193,8 @@ class DiskReader:
         self.upcoming: Iterator[Piece] = iter(())  # those after `reads`
 
     def follow(self, blocks: Iterable[int], begin: int = 0) -> None:
-        """Read these blocks from now on, which may be endless; the first one from byte `begin` on. What was read already is kept if it is
-        what they begin with."""
+        """Read these blocks from now on, which may be endless, the first one from byte `begin` on. Reads that match their beginning are
+        kept."""
         pieces = self._pieces(blocks, begin)
         expected = list(islice(pieces, len(self.reads)))
         if [read.piece for read in self.reads] != expected:
