@@ -130,7 +130,7 @@ REFUSED = {
     "zero-inference generate": "there is no command generate; use run",
     "zero-inference plan x --machine nosuch": "--machine nosuch: no such file",
     "zero-inference plan x --assume gpus=1x24,host=lots": "--assume host=lots: give it as in host=128GiB",
-    "zero-inference reprot": "command reprot: choose one of run, plan, report, link, micro, compare; did you mean report?",
+    "zero-inference reprot": "command reprot: choose one of run, plan, convert, report, link, micro, compare; did you mean report?",
     "zero-inference report --form csv": "error: there is no option --form; did you mean --format?",
     "zero-inference report --format cvs": "error: --format cvs: choose one of table, md, csv, json; did you mean csv?",
     "zero-inference link --verbose x": "error: --verbose x: no valid int",

@@ -19,7 +19,7 @@ from zero_inference.cli import main
 from zero_inference.engines import accelerate
 from zero_inference.engines import offload_folder as workspace
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
-from zero_inference.hardware.bench_copies import disk_read_gb_per_s
+from zero_inference.hardware.bench_copies import disk_read_rate
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -154,7 +154,7 @@ def test_accelerate_plans_the_space_of_a_tied_weight_that_it_writes_twice(checkp
 
 
 def test_a_killed_speed_test_leaves_no_file(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=disk_read_gb_per_s, args=(tmp_path,))
+    process = multiprocessing.get_context("fork").Process(target=disk_read_rate, args=(tmp_path,))
     process.start()
     files = Path(f"/proc/{process.pid}/fd")
 
