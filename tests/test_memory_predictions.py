@@ -40,17 +40,11 @@ RUNS = {
     "llama": (
         "resident",
         "stream --quant-bits 8",
-        "stream --disk-offload --host-memory 0.1",
         "stream --quant-bits 4 --kv-offload",
         "accelerate --cpu-offload",
         "deepspeed --cpu-offload --quant-bits 4 --kv-offload",
     ),
-    "mixtral": (
-        "stream --disk-offload",
-        "stream --kv-offload",
-        "accelerate --cpu-offload --kv-offload",
-        "deepspeed --cpu-offload --kv-offload",
-    ),
+    "mixtral": ("stream --kv-offload", "accelerate --cpu-offload --kv-offload", "deepspeed --cpu-offload --kv-offload"),
     "gpt_neox": ("stream", "deepspeed --quant-bits 8", "accelerate --disk-offload"),
 }
 pytestmark = [
