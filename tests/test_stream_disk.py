@@ -48,6 +48,7 @@ MORE = {
         intermediate_size=64,
     ),
 }  # fmt: skip
+CASES = [(family, bits) for family in ("llama", "opt", "gpt2", "qwen3_moe", "mixtral", "gpt_oss") for bits in (16, 4)]
 IDS = random_ids(0, BATCH, PROMPT, VOCAB)
 
 
@@ -87,8 +88,7 @@ def budget(folder, share: float, **options) -> float:
     return (slots + share * max(0, placement.disk_bytes - slots) + placement.embedding_bytes) / GIB
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "qwen3_moe", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("family, bits", [*CASES, ("llama", 8), ("mixtral", 8)])
 def test_the_ids_are_those_of_weights_in_memory(family, bits, models, tmp_path):
     """With all blocks on disk, half of them, and nearly none."""
     folder, options = models(family), dict(quant_bits=bits, offload_dir=str(tmp_path))
@@ -233,8 +233,7 @@ def test_a_pass_that_failed_does_not_confuse_the_next(checkpoints, tmp_path):
 # Experts
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family, bits", [("mixtral", 16), ("mixtral", 4), ("qwen3_moe", 16), ("gpt_oss", 4)])
 def test_host_memory_caches_experts(family, bits, models, tmp_path):
     """With the fewest slots that a pass needs, one more, and two thirds: the ids of weights in memory, and fewer reads with more slots."""
     folder, options = models(family), dict(quant_bits=bits, offload_dir=str(tmp_path))
@@ -395,7 +394,7 @@ def test_blocks_are_read_from_any_offset_and_in_any_order(tmp_path, monkeypatch)
         for block in [2, *order, *order]:
             assert taken(reader, block) == contents[block], block
         if order:
-            assert reader.measure_gb_per_s(100_000) > 0
+            assert reader.measure_gb_per_s(seconds=0.01) > 0
             assert taken(reader, order[0]) == contents[order[0]], "what was measured does not count"
     reader.follow([3], begin=20000)
     assert reader.take(3)[2] == (3, 20000, 40000)

@@ -27,7 +27,7 @@ from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import Transfers
 
 FILE_NAME = "blocks.bin"
-MEASURED_BYTES = 2 << 30  # of a measurement: about a second
+MEASURED_S = 1.0
 PIECE_BYTES = 128 << 20  # that one slot holds: 50 ms of a fast disk
 DISK_SLOTS = 4  # two are read, one is waited for and one is copied to the device
 SlotFree = Callable[[], object]  # returns once a slot may be read into
@@ -228,15 +228,15 @@ class DiskReader:
         self.free.append((slot, slot_free))
         self._request_all()
 
-    def measure_gb_per_s(self, nbytes: int = MEASURED_BYTES) -> float | None:
-        """Return the rate of reading blocks, at least `nbytes`, with no other work; what was read ahead is read again afterwards."""
+    def measure_gb_per_s(self, seconds: float = MEASURED_S) -> float:
+        """Return the rate of reading blocks for so many seconds, with no other work; what was read ahead is read again afterwards."""
         resumed = chain([read.piece for read in self.reads], self.upcoming)
         self._drop()
         self.upcoming = self._pieces(cycle(self.blocks), 0)
         try:
             start, done = time.perf_counter(), 0
             self._request_all()
-            while done < nbytes:
+            while time.perf_counter() < start + seconds:
                 read = self.reads[0]
                 done += self.disk.finish_read(read.piece.block, read.parts)
                 self.reads.popleft()
