@@ -118,10 +118,8 @@ def convert(config: RunConfig) -> Path:
         if not spec.dummy:
             spec.checkpoint_folder()
         plan = stream_plan(make_plan(build_job(config, spec, ranks)))
-        own_files = {
-            extent.path for extents in plan.in_place.values() for extent in extents if extent.path.parent == spec.folder
-        }
-        if own_files and plan.footprint.disk == 0:
+        sources = {extent.path.suffix for extents in plan.in_place.values() for extent in extents}
+        if sources == {".safetensors"} and plan.footprint.disk == 0:
             raise UsageError(f"{config.model}: runs read its own files as they are, so there is nothing to convert.")
         return convert_weights(plan, progress.loading(plan.job.sizes.parameter_bytes))
 

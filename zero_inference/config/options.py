@@ -217,7 +217,8 @@ class Options:
     cpu_offload: bool = _engine(False, "keep the weights in host memory")
     disk_offload: bool = _engine(
         False,
-        "keep the weights on NVMe, in --offload-dir; with --engine stream those that exceed --gpu-memory and --host-memory",
+        "keep the weights on NVMe, in --offload-dir; with --engine stream those that exceed --gpu-memory and --host-memory, in "
+        "--offload-dir or the checkpoint's own files",
     )
     offload_dir: str = _engine("~/offload_dir", "folder for weights on NVMe", metavar="DIR", path="home")
     use_gds: bool = _engine(

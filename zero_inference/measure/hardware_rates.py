@@ -141,7 +141,9 @@ def measure_rates(
     )
 
 
-def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep, disk_rounds: Sequence[float] = ()) -> Rates:
+def update_rates(
+    rates: Rates, link: LinkMonitor, moved: MovedPerStep, disk_rounds: Sequence[tuple[float, str]] = ()
+) -> Rates:
     """Update `rates` by the rates that the loops measured, and return them. All ranks call it together.
 
     The link's rate is that of the rounds or of the loops, whichever is faster: other programs may use the host just between the loops. The
@@ -150,7 +152,7 @@ def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep, disk_roun
 
     Args:
         moved: bytes of a decode step of this rank.
-        disk_rounds: GB/s of the disk, measured by other reads and in the loops.
+        disk_rounds: GB/s of the disk, and what measured it: "rounds" or "loops".
     """
     ranks, rate = link.ranks, link.rate()
     # links that are idle part of the time do not run at once, and would add up to too much
@@ -163,8 +165,8 @@ def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep, disk_roun
         "link_from": source,
         "link_spread": rate.spread_gb_per_s / link_gb_per_s,
     }
-    if rates.disk_gb_per_s is not None:
-        updated["disk_gb_per_s"] = max((rates.disk_gb_per_s, *disk_rounds))
+    if rates.disk_gb_per_s is not None and disk_rounds:
+        updated["disk_gb_per_s"], updated["disk_from"] = max((rates.disk_gb_per_s, "rounds"), *disk_rounds)
     if rates.cores_gb_per_s is not None and rates.link_beside_cores_gb_per_s is not None:
         links_gb_per_s = _sum_over_ranks(ranks, link.copied_gb_per_s())
         cpu_bytes = ranks.total(int(moved.cores_bytes_per_step or 0))

@@ -201,12 +201,10 @@ def measure_run(
             f"{config.warmup_spread:.0%}"
         )
     disk_rounds = []
-    if (
-        loaded.measure_disk is not None
-    ):  # once more, as it may be slower or faster now, and the loops may have read faster
+    if loaded.measure_disk is not None:  # again: its rate may have changed, and the loops may have read faster
         read = ((loop, loop.moved.disk_read_bytes_per_step) for loop in measurement.loops)
         of_loops = [len(loop.step_s) * nbytes / loop.decode_s / 1e9 for loop, nbytes in read if nbytes]
-        disk_rounds = [loaded.measure_disk(), *of_loops]
+        disk_rounds = [(loaded.measure_disk(), "rounds"), *((each, "loops") for each in of_loops)]
     rates = update_rates(rates, link, measurement.loops[-1].moved, disk_rounds)
     return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link, speculation)
 

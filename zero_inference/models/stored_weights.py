@@ -36,7 +36,7 @@ NAMES = ("codes", "scales", "offsets", "row_scales")
 
 
 class FileRange(NamedTuple):
-    """Consecutive bytes of a file."""
+    """Names consecutive bytes of a file."""
 
     path: Path
     offset: int

@@ -70,8 +70,8 @@ def load_weights(
 
     Args:
         keep: weights that are kept as the checkpoint stores them, instead; their parameters become empty.
-        in_place: parameters that the engine reads from files itself. They become empty, and `adopt` gets those alone that
-            are observed.
+        in_place: parameters that the engine reads from files itself. They become empty; only those that are observed are
+            read and passed to `adopt`.
     """
 
     def take(name: str, parameter: nn.Parameter) -> None:

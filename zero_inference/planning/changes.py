@@ -73,6 +73,8 @@ def _changes(job: Job) -> list[Fields]:
         changes.append({"engine": "stream"})
     if not config.kv_offload and why_not_offloaded(job.empty_model.model) is None:
         changes.append({"kv_offload": True})
+    if config.host_memory is not None:
+        changes.append({"host_memory": None})
     if config.engine == "stream" and config.ring_depth != MIN_RING_DEPTH:
         changes.append({"ring_depth": MIN_RING_DEPTH})
     if config.engine == "stream" and config.cpu_share != 0:  # CPU-computed experts are cached on the device as well

@@ -46,6 +46,12 @@ class Rates(Part):
     cores_gb_per_s: float | None = key(
         "GB/s", f"read by the CPU while the link is busy: {_REACHED}", "cores_gbps", _CPU, default=None
     )
+    disk_from: str | None = key(
+        "",
+        "what measured `disk_gbps`: `rounds` of reads, or the `loops` where they read faster",
+        only_with="--engine stream and weights on disk",
+        default=None,
+    )
     link_from: str = key("", "what measured `link_gbps`: `rounds` of copies, or the `loops`", default="rounds")
 
 

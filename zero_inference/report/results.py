@@ -152,7 +152,8 @@ def limit_in_words(measured: Measured) -> str | None:
         "link": f"the link's limit: {copied} at {rate(rates.link_gb_per_s)} ({rates.link_kind}, {source})",
         "link_and_cores": f"the limit of link and CPU: {copied} over the link "
         f"({rate(rates.link_beside_cores_gb_per_s)}) and {computed} by the CPU ({rate(rates.cores_gb_per_s)})",
-        "disk": f"the disk's limit: {step(moved.disk_read_bytes_per_step)} at {rate(rates.disk_gb_per_s)}",
+        "disk": f"the disk's limit: {step(moved.disk_read_bytes_per_step)} at {rate(rates.disk_gb_per_s)}"
+        + " (measured in the loops)" * (rates.disk_from == "loops"),
         "device_memory": f"the limit of {memory}, which copies {rate(rates.device_copy_gb_per_s)}",
         "matmul": f"the limit of matrix products: {three_digits(rates.matmul_tflops or 0)} TFLOP/s",
     }.get(limit.bound_by or "")

@@ -46,7 +46,7 @@ def open_direct(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 class DirectIO:
-    """Threads that read and write parts of files.
+    """Reads and writes parts of files by threads.
 
     Args:
         read_bytes: most bytes of one request.

@@ -72,7 +72,7 @@ def capture_graph(device: torch.device, action: Callable[[], object]) -> Callabl
 
 
 class ExpertCounts(NamedTuple):
-    """Totals of the expert caches: experts in host memory of which some are in device memory, or on disk and some in host memory."""
+    """Totals of the expert caches: that on the device, and, where experts are on disk, that in host memory."""
 
     choices: int = 0  # (token, expert) pairs
     hits: int = 0  # choices whose expert was in device memory

@@ -58,7 +58,7 @@ def slot_bytes(largest: int) -> int:
 
 
 class DiskBlocks:
-    """Reads blocks on disk, and writes those to a file that no checkpoint stores as a device needs them.
+    """Reads blocks on disk, and writes to a file those that no existing file has in the layout of a device.
 
     The file is in a workspace of the offload folder, which is removed when the run ends.
 
@@ -261,9 +261,10 @@ class DiskReader:
 
     def _request_all(self) -> None:
         while self.free and (piece := next(self.upcoming, None)) is not None:
-            slot, slot_free = self.free.popleft()
+            slot, slot_free = self.free[0]
             memory = self.slots[slot][: piece.end - piece.begin]
             self.reads.append(_Read(piece, slot, self.disk.read(piece.block, memory, piece.begin, slot_free)))
+            self.free.popleft()
 
     def _drop(self) -> None:
         for read in self.reads:

@@ -20,6 +20,7 @@ from zero_inference.utils.direct_io import aligned_up, can_read_directly
 from zero_inference.utils.format import file_stem
 
 HOST_RESERVE_BYTES = 2 << 30  # host memory that is left to libraries where weights fill it
+CONVERTED_SUFFIX = ".blocks"
 CONVERTED_VERSION = 1  # of converted files: another one where layouts of blocks mean something else
 
 
@@ -72,7 +73,7 @@ def converted_file(job: Job, blocks: Sequence[Block]) -> Path | None:
     form = [spec.dtype_name, config.quant_bits, config.group_size, job.format_name]
     described = json.dumps([CONVERTED_VERSION, source, form, layouts], default=str, sort_keys=True)
     fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
-    return config.offload_path / f"{file_stem(spec.name)}-{job.format_name}-{fingerprint}.blocks"
+    return config.offload_path / f"{file_stem(spec.name)}-{job.format_name}-{fingerprint}{CONVERTED_SUFFIX}"
 
 
 def _is_complete(path: Path, nbytes: int) -> bool:

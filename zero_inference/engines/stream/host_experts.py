@@ -90,7 +90,7 @@ class HostExperts:
         self.transfers.expert_counts = None if self.counts_of_device is ExpertCounts else self.counts_of_device
 
     def _evict(self, row: int, needed: list[int], count: int) -> list[int]:
-        """Return so many slots to fill: empty ones, and those of the least used experts that this pass does not need."""
+        """Return `count` slots to fill: empty ones first, then those of the least used experts that this pass does not need."""
         if not count:
             return []
         rows, experts = self.owner.T

@@ -166,7 +166,7 @@ def lay_out(
 
 
 def lay_out_experts(layout: BlockLayout, number: int) -> BlockLayout:
-    """Return the layout of a block with `number` experts, in the place of those of a block that holds nothing else."""
+    """Return the layout of a block that holds experts and nothing else, for `number` experts."""
     found, end = BlockLayout(), 0
     for stored in layout.parameters:
         shape = (number, *stored.plain.shape[1:])
@@ -212,9 +212,8 @@ class BlockStore:
         disk: DiskBlocks | None = None,
     ):
         self.disk = disk
-        self.unwritten: dict[
-            int, tuple[torch.Tensor, int]
-        ] = {}  # blocks on disk: buffer, parameters that are missing in it
+        # blocks on disk that are being filled: buffer, and how many parameters are missing
+        self.unwritten: dict[int, tuple[torch.Tensor, int]] = {}
         self.layouts, self.devices, self.resident, self.pinned = layouts, devices, set(resident), pinned
         self.shared = frozenset(shared)
         self.buffers = {  # block -> uint8 [nbytes]

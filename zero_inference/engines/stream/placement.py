@@ -59,9 +59,8 @@ class Placement:
     layer_devices: Sequence[int] = ()  # the device of each layer; empty: all are on the first one
     on_disk: frozenset[int] = frozenset()  # those of the offloaded blocks that are not in host memory
     host_expert_slots: int = 0  # experts of blocks on disk that host memory caches
-    cpu_computed: frozenset[int] = (
-        frozenset()
-    )  # blocks, not whole ones on disk, that the CPU multiplies in a decode pass
+    # blocks that the CPU multiplies in a decode pass: in host memory, or with experts that host memory caches
+    cpu_computed: frozenset[int] = frozenset()
     decode_tokens: int = 1  # tokens of a decode pass
     prompt_cpu_computed: frozenset[int] = frozenset()  # the same in the pass of a short prompt
     # by device: bytes of the expert cache, single experts of CPU-computed blocks
@@ -439,8 +438,8 @@ class Placement:
         )
 
     def with_host_budget(self, nbytes: int, passes_tokens: int = 0) -> Placement:
-        """Return the placement with evenly spread blocks in host memory, and the others on disk. The slots that these are read into are
-        part of `nbytes`, or more than that.
+        """Return the placement with evenly spread blocks in host memory, and the others on disk. The slots that these are read into
+        count as part of `nbytes`, and are there even if they alone exceed it.
 
         Args:
             passes_tokens: tokens of a decode pass; 0: no experts are cached. Else blocks without experts come first, and then a cache of

@@ -31,7 +31,7 @@ from zero_inference.engines.stream.cpu_plan import (
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.devices import prefill_micro_batches, should_alternate
 from zero_inference.engines.stream.disk import Extent
-from zero_inference.engines.stream.disk_plan import blocks_in_files, host_budget
+from zero_inference.engines.stream.disk_plan import CONVERTED_SUFFIX, blocks_in_files, host_budget
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import (
     DEFAULT_RING_DEPTH,
@@ -79,9 +79,8 @@ class StreamPlan(EnginePlan):
     no_graph: str | None = None  # why decode steps are not CUDA graphs; None if they may be
     no_cpu_attention: str | None = None  # why keys and values in host memory cross the link; None if they do not
     head: HeadWeight | None = None  # the output head if it is quantized
-    in_place: Mapping[int, list[Extent]] = field(
-        default_factory=dict
-    )  # blocks on disk that are read from the checkpoint's files
+    # blocks on disk that are read from files that exist: the checkpoint's, or a converted one
+    in_place: Mapping[int, list[Extent]] = field(default_factory=dict)
 
     def prepare(self) -> None:
         job = self.job
@@ -272,6 +271,7 @@ class StreamPlan(EnginePlan):
         if placement.on_disk:
             cached = f"; host memory caches {placement.host_expert_slots} experts" if placement.cached_on_host else ""
             lines.append(f"each decode step reads {format_bytes(self.disk_bytes)} from disk{cached}")
+            lines.append(self._describe_files())
         if self.cpu is not None and placement.offloaded:
             lines += self._describe_cpu(self.cpu)
         elif self.no_cpu and (placement.offloaded or self.job.config.kv_offload):
@@ -291,6 +291,18 @@ class StreamPlan(EnginePlan):
         if quota := placement.quota:
             lines.append(f"of {len(quota) - 1} missed experts of a layer, the device fetches {quota[-1]}")
         return lines
+
+    def _describe_files(self) -> str:
+        written, folder = self.footprint.disk, self.job.config.offload_path
+        paths = dict.fromkeys(extent.path for extents in self.in_place.values() for extent in extents)
+        if converted := [path for path in paths if path.suffix == CONVERTED_SUFFIX]:
+            return f"weights on disk are read from {converted[0]}"
+        in_place = ["are read from the checkpoint's files"] if paths else []
+        if written:
+            in_place.append(
+                f"are written to {folder} while loading ({format_bytes(written)}; zero-inference convert keeps them)"
+            )
+        return f"weights on disk {', others '.join(in_place)}"
 
     def _describe_cpu(self, cpu: CpuPlan) -> list[str]:
         """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
@@ -323,9 +335,10 @@ class StreamPlan(EnginePlan):
         offloaded = (placement.blocks[block] for block in placement.offloaded)
         only_experts = all(block.experts is not None for block in offloaded) and placement.offloaded
         layers = f"{'the experts of ' if only_experts else ''}{placement.offloaded_layers} of {placement.layers} layers"
-        host = f"in host memory ({format_bytes(placement.host_bytes)}{embedding})"
-        disk = f" and on disk ({format_bytes(placement.disk_bytes)})" if placement.on_disk else ""
-        return f"{layers} {host}{disk}" + ", everything else on the device" * self.job.on_gpu
+        homes = [f"in host memory ({format_bytes(placement.host_bytes)}{embedding})"]
+        if placement.on_disk:
+            homes = homes * bool(placement.in_host_memory) + [f"on disk ({format_bytes(placement.disk_bytes)})"]
+        return f"{layers} {' and '.join(homes)}" + ", everything else on the device" * self.job.on_gpu
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -346,8 +359,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         placement = _place(job, divided=True, caches_experts=False).with_budget_used()
     if job.config.disk_offload and not placement.on_disk:
         raise UsageError(
-            "--disk-offload: all weights fit on the device and in --host-memory, so none are on disk; drop it, or lower --gpu-memory "
-            "or --host-memory."
+            "--disk-offload: all weights fit on the device and in --host-memory, so none are on disk; drop it, or lower "
+            f"{'--gpu-memory or ' * job.on_gpu}--host-memory."
         )
     on_disk, experts = bool(placement.on_disk), bool(placement.cached_on_host)
     no_graph = why_no_graph(job, _reads_group_sizes(job, placement), on_disk, experts)

@@ -2,7 +2,7 @@
 
 The order is circular: the first blocks of the next pass follow the last ones of this pass, so the link does not wait for a token to end.
 A copy into a slot is queued after the event of the slot's last use, the computation after that of the copy; the host waits for neither. It
-waits only for a block on disk that is not in host memory yet when its turn to compute comes (disk.py).
+waits only for a block that is computed next and is not read from disk yet (disk.py).
 
 `simulate_passes` predicts the time of this schedule: a large block can only be prefetched when a slot is free, which is as many blocks
 earlier as there are slots, so link and device may both have time for all that they do and still wait for each other.
