@@ -353,9 +353,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None
     placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, _target_is_divided(job)), None)
-    if (
-        cpu is None and placement.on_disk
-    ):  # smaller blocks need smaller slots, and do not depend on what the CPU computes
+    # smaller blocks, whose layout does not depend on what the CPU computes
+    if cpu is None and placement.on_disk:
         placement = _place(job, divided=True, caches_experts=False).with_budget_used()
     if job.config.disk_offload and not placement.on_disk:
         raise UsageError(
