@@ -24,15 +24,15 @@ from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load, save_as
 from zero_inference.cli import console_main, main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.offload_folder import OffloadWorkspace
-from zero_inference.engines.stream.disk import DISK_SLOTS, DiskBlocks, DiskReader, Extent
-from zero_inference.engines.stream.host_experts import HostExperts
+from zero_inference.engines.stream.disk import DISK_SLOTS, DiskBlocks, DiskReader
+from zero_inference.engines.stream.expert_cache import HostExperts
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.make_plan import make_plan
 from zero_inference.planning.plan import build_job
-from zero_inference.utils.direct_io import DirectIO
+from zero_inference.utils.direct_io import DirectIO, Extent
 from zero_inference.utils.ranks import detect_ranks
 from zero_inference.utils.timing import Transfers
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +20,18 @@ from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
 from zero_inference.models.checkpoint_files import Shards
 from zero_inference.models.checkpoint_formats import StoredWeight
-from zero_inference.models.checkpoint_formats.base import dtype_and_shape
+from zero_inference.models.checkpoint_formats.base import FLOATS, dtype_and_shape, float_dtype
 from zero_inference.models.empty_model import set_tensor
 from zero_inference.models.layers import find_layers, first_of_kind
 from zero_inference.models.mlp import detect_experts
 from zero_inference.models.spec import ModelSpec
+from zero_inference.utils.direct_io import Extent
 
 LARGEST_GROUP = 128  # columns, in kernels of products
 EXPERT = r"(\.experts)\.\d+\."  # in the key of a weight
 READERS = 4  # threads that read and rearrange the tensors of weights
 Convert = Callable[[dict[str, Any]], None]  # gives parameters of the model the tensors of a checkpoint, by its keys
-SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = ("codes", "scales", "offsets", "row_scales")
-
-
-class FileRange(NamedTuple):
-    """Names consecutive bytes of a file."""
-
-    path: Path
-    offset: int
-    nbytes: int
 
 
 def stored_formats(model: nn.Module, spec: ModelSpec) -> dict[str, tuple[WeightFormat, bool]]:
@@ -157,7 +148,7 @@ def parameter_of_key(model: nn.Module, mapping: Iterable[Any], keys: Iterable[st
     return found
 
 
-def plain_in_files(model: nn.Module, spec: ModelSpec, names: Collection[str]) -> dict[str, FileRange]:
+def plain_in_files(model: nn.Module, spec: ModelSpec, names: Collection[str]) -> dict[str, Extent]:
     """Return where a safetensors file has the bytes of the parameters `names` as the model has them: of the same shape and dtype, and not
     part of a fused weight. Other parameters are left out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -173,8 +164,8 @@ def plain_in_files(model: nn.Module, spec: ModelSpec, names: Collection[str]) ->
         for key, stored in ranges.items():
             name = keys[key]
             plain, (dtype, shape) = model.get_parameter(name), dtype_and_shape(tensors[key])
-            if shape == tuple(plain.shape) and SAFETENSORS_DTYPES.get(dtype) == plain.dtype:
-                result[name] = FileRange(*stored)
+            if shape == tuple(plain.shape) and dtype in FLOATS and float_dtype(tensors[key]) == plain.dtype:
+                result[name] = Extent(*stored)
     return result
 
 

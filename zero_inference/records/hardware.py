@@ -39,7 +39,7 @@ class Rates(Part):
     link_kind: str = key("", "what was copied: page-locked memory to a GPU, or, without a GPU, host memory")
     device_copy_gb_per_s: float | None = key("GB/s", "device memory, bytes read and written", "device_copy_gbps")
     matmul_tflops: float | None = key("TFLOP/s", "large matrix product in the model's dtype; on a CPU also of few rows")
-    disk_gb_per_s: float | None = key("GB/s", "direct reads, all nodes; null without --disk-offload", "disk_gbps")
+    disk_gb_per_s: float | None = key("GB/s", "direct reads, all nodes; null without weights on disk", "disk_gbps")
     link_beside_cores_gb_per_s: float | None = key(
         "GB/s", f"host to device while the CPU multiplies: {_REACHED}", "link_beside_cores_gbps", _CPU, default=None
     )
@@ -62,7 +62,7 @@ class StepBounds(Part):
     matmul: float | None = key("s", "to compute the matrix products", only_with="a known rate", default=None)
     link: float | None = key("s", "to copy what crosses the link", only_with="a GPU and an offload", default=None)
     link_and_cores: float | None = key("s", "to copy and to compute, best split", only_with=_CPU, default=None)
-    disk: float | None = key("s", "to read from disk", only_with="--disk-offload and a known rate", default=None)
+    disk: float | None = key("s", "to read from disk", only_with="weights on disk and a known rate", default=None)
 
 
 class Limit(Part):

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,8 +24,14 @@ READ_BYTES, QUEUE_DEPTH = 8 << 20, 16  # of one request, and requests at once, w
 Action = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
-def aligned_down(nbytes: int) -> int:
-    return nbytes // ALIGNMENT * ALIGNMENT
+@dataclass(frozen=True)
+class Extent:
+    """Names consecutive bytes of a file, and where they belong in a buffer; offsets in bytes."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    buffer_offset: int = 0
 
 
 def aligned_up(nbytes: int) -> int:
@@ -79,7 +86,7 @@ class DirectIO:
         nbytes = memory.numel()
         if not (memory.data_ptr() % ALIGNMENT or offset % ALIGNMENT or nbytes % ALIGNMENT):
             return _transfer(os.preadv, file, memory, offset, nbytes)
-        begin, done, buffer = aligned_down(offset), 0, self._buffer()
+        begin, done, buffer = offset // ALIGNMENT * ALIGNMENT, 0, self._buffer()
         for start in range(begin, offset + nbytes, buffer.numel()):
             end = min(start + buffer.numel(), offset + nbytes)
             part = buffer[: aligned_up(end - start)]

@@ -18,8 +18,7 @@ from zero_inference.cpu.products import Matrix
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
-from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
-from zero_inference.engines.stream.host_experts import HostExperts
+from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches, HostExperts
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import SharedInput, weight_of
@@ -167,8 +166,11 @@ class CpuExperts(CpuBlock):
             return ids
         found = ids.tolist()  # waits for the device
         slots = self.slots_for([expert for row in found for expert in row if expert >= 0])
-        cached = {expert: ~index for index, expert in enumerate(sorted({e for row in found for e in row if e < 0}))}
-        return torch.tensor([[(slots | cached)[expert] for expert in row] for row in found], device=ids.device)
+        of_device = sorted({expert for row in found for expert in row if expert < 0})
+        slots |= {
+            expert: ~index for index, expert in enumerate(of_device)
+        }  # the task counts them, by ids below its number of slots
+        return torch.tensor([[slots[expert] for expert in row] for row in found], device=ids.device)
 
 
 def _experts(experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor) -> list[Expert]:

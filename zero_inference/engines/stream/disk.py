@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ import torch
 
 from zero_inference.engines.offload_folder import OffloadWorkspace, reserve
 from zero_inference.errors import RunError
-from zero_inference.utils.direct_io import DirectIO, aligned_up, open_direct
+from zero_inference.utils.direct_io import DirectIO, Extent, aligned_up, open_direct
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import Transfers
 
@@ -31,16 +30,6 @@ MEASURED_S = 1.0
 PIECE_BYTES = 128 << 20  # that one slot holds: 50 ms of a fast disk
 DISK_SLOTS = 4  # two are read, one is waited for and one is copied to the device
 SlotFree = Callable[[], object]  # returns once a slot may be read into
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Names consecutive bytes of a file that are part of a block's buffer."""
-
-    path: Path
-    offset: int
-    nbytes: int
-    buffer_offset: int = 0
 
 
 def extents_in_file(path: Path, sizes: Mapping[int, int]) -> dict[int, list[Extent]]:
@@ -67,6 +56,7 @@ class DiskBlocks:
         sizes: bytes of the others, in the order of the file.
 
     Raises:
+        OSError: as `OffloadWorkspace`.
         RunError: the disk has too little space, or the file system refuses direct writes.
     """
 
@@ -82,12 +72,7 @@ class DiskBlocks:
             if not sizes:
                 self.closing.push(closing.pop_all())
                 return
-            try:
-                workspace = OffloadWorkspace(folder)
-            except OSError as error:
-                raise RunError(
-                    f"--offload-dir {folder}: not writable ({error.strerror}); choose another folder."
-                ) from error
+            workspace = OffloadWorkspace(folder)
             closing.callback(workspace.close)
             self.path = workspace.path / FILE_NAME
             self.extents |= extents_in_file(self.path, sizes)

@@ -6,17 +6,18 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zero_inference.config.options import DEFAULTS
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.disk import Extent, extents_in_file
+from zero_inference.engines.stream.disk import extents_in_file
 from zero_inference.engines.stream.placement import GIB, Placement
 from zero_inference.models.checkpoint_files import find_shards
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.stored_weights import FileRange, plain_in_files
-from zero_inference.utils.direct_io import aligned_up, can_read_directly
+from zero_inference.models.stored_weights import plain_in_files
+from zero_inference.utils.direct_io import Extent, aligned_up, can_read_directly
 from zero_inference.utils.format import file_stem
 
 HOST_RESERVE_BYTES = 2 << 30  # host memory that is left to libraries where weights fill it
@@ -95,7 +96,7 @@ def _in_checkpoint(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]
     model, config = job.empty_model.model, job.config
     prefix, layers = decoder_layers(model)
 
-    def find() -> dict[str, FileRange]:
+    def find() -> dict[str, Extent]:
         found = plain_in_files(model, job.spec, frozenset(f"{prefix}.{name}" for name, _ in layers.named_parameters()))
         folder = next((each for each in (config.offload_path, *config.offload_path.parents) if each.exists()), None)
         given = config.offload_dir != DEFAULTS["offload_dir"] and folder is not None
@@ -115,6 +116,6 @@ def _in_checkpoint(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]
         parameters = block.layout.parameters
         names = [block.full_name(prefix, each.name) for each in parameters]
         if ranges.keys() >= set(names) and not any(each.packed or each.transposed for each in parameters):
-            found = ((ranges[name], each.plain.offset) for name, each in zip(names, parameters))
-            result[index] = [Extent(stored.path, stored.offset, stored.nbytes, offset) for stored, offset in found]
+            stored = zip(names, parameters)
+            result[index] = [replace(ranges[name], buffer_offset=each.plain.offset) for name, each in stored]
     return result

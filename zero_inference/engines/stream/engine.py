@@ -13,7 +13,7 @@ The path of a weight from a checkpoint to a product:
    or `cpu.experts.add_experts` that of a mixture, pool threads run it (csrc/cpu/block.cpp, experts.cpp), and product.cpp multiplies,
    with the kernels of an instruction set (amx.cpp, for one).
    Blocks on NVMe have no buffer: disk_plan.py decides which these are, disk.py reads them into slots of host memory ahead of the ring
-   buffer's copies, and host_experts.py reads single experts that tokens choose.
+   buffer's copies, and `expert_cache.HostExperts` single experts that tokens choose.
 4. After the first decode steps `Rebalancer` (rebalance.py) moves blocks between link and CPU, and `StepGraph` (cuda_graph.py) captures a
    step as CUDA graphs and replays it. streams.py keeps the times of copies and blocks.
 """

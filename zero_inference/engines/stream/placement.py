@@ -21,7 +21,7 @@ from zero_inference.engines.stream.layout import aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
 from zero_inference.kernels.formats import WeightFormat
-from zero_inference.utils.direct_io import ALIGNMENT
+from zero_inference.utils.direct_io import aligned_up
 from zero_inference.utils.format import format_bytes
 
 GIB = 1 << 30
@@ -212,7 +212,7 @@ class Placement:
     @property
     def disk_file(self) -> dict[int, int]:
         """Bytes of each block on disk, in order, as our own file has them."""
-        return {block: aligned(self.blocks[block].layout.nbytes, ALIGNMENT) for block in sorted(self.on_disk)}
+        return {block: aligned_up(self.blocks[block].layout.nbytes) for block in sorted(self.on_disk)}
 
     @property
     def disk_slots_bytes(self) -> int:
@@ -437,21 +437,21 @@ class Placement:
             on_disk=self.on_disk - chosen,
         )
 
-    def with_host_budget(self, nbytes: int, passes_tokens: int = 0) -> Placement:
+    def with_host_budget(self, nbytes: int, step_tokens: int = 0) -> Placement:
         """Return the placement with evenly spread blocks in host memory, and the others on disk. The slots that these are read into
         count as part of `nbytes`, and are there even if they alone exceed it.
 
         Args:
-            passes_tokens: tokens of a decode pass; 0: no experts are cached. Else blocks without experts come first, and then a cache of
+            step_tokens: tokens of a decode pass; 0: no experts are cached. Else blocks without experts come first, and then a cache of
                 experts, if it holds those that such a pass can choose in one block.
         """
         all_on_disk = replace(self, on_disk=frozenset(self.offloaded))
         room = max(0, nbytes - all_on_disk.disk_slots_bytes)
-        cacheable = _cacheable(self.blocks, self.offloaded) if passes_tokens else []
+        cacheable = _cacheable(self.blocks, self.offloaded) if step_tokens else []
         if not cacheable:
             return replace(self, on_disk=frozenset(self.offloaded) - self._spread_in(self.offloaded, room))
         experts, size = self.blocks[cacheable[0]].experts, self.expert_bytes(cacheable[0])
-        fewest = min(experts.num_experts, passes_tokens * experts.top_k)
+        fewest = min(experts.num_experts, step_tokens * experts.top_k)
         others = [block for block in self.offloaded if block not in set(cacheable)]
         kept = self._spread_in(others, max(0, room - fewest * size))
         slots = min((room - self.nbytes_of(kept)) // size, len(cacheable) * experts.num_experts)

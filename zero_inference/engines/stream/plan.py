@@ -30,7 +30,6 @@ from zero_inference.engines.stream.cpu_plan import (
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.devices import prefill_micro_batches, should_alternate
-from zero_inference.engines.stream.disk import Extent
 from zero_inference.engines.stream.disk_plan import CONVERTED_SUFFIX, blocks_in_files, host_budget
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import (
@@ -58,6 +57,7 @@ from zero_inference.kernels.products import FUSED_DTYPES, FUSED_ROWS, format_can
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
+from zero_inference.utils.direct_io import Extent
 from zero_inference.utils.format import format_bytes, three_digits
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
