@@ -105,6 +105,18 @@ def test_the_ids_are_those_of_weights_in_memory(family, bits, models, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies the codes of blocks on disk")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_without_a_gpu_the_cpu_multiplies_codes_in_the_slots(family, models, tmp_path):
+    folder, options = models(family), dict(quant_bits=4, quant_group_size=16, offload_dir=str(tmp_path))
+    loaded, spec, ranks = load(folder, disk_offload=True, host_memory=0, **options)
+    measured = generate(loaded, spec, ranks)
+    moved = measured.loops[0].moved
+    loaded.close()
+    assert torch.equal(measured.output_ids, ids_of(folder, **options))
+    assert moved.cores_bytes_per_step > 0.6 * moved.disk_read_bytes_per_step  # not embedding, norms, router
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_slow_disk_that_answers_in_any_order_keeps_the_ids(family, checkpoints, tmp_path, monkeypatch):
     folder, pread = checkpoints(family), os.preadv

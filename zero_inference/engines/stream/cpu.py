@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -30,23 +30,32 @@ from zero_inference.utils.timing import Transfers
 class CpuBlock(SharedInput):
     """A CPU-computed block: its feed-forward as one task, or its linear modules, of which those with the same input are one task.
 
+    Args:
+        buffers: of which one holds the block when it is computed.
+
     Attributes:
-        task: None where each linear module is computed when it is called.
+        slot: number of that buffer.
+        whole: by buffer, the task of the whole block; empty where each linear module is computed when it is called.
         usable: False once a call has more rows than the pass has tokens, such as compressed keys of all positions.
     """
 
     usable = True
 
-    def __init__(self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend):
+    def __init__(self, block: Block, module: nn.Module, buffers: Sequence[torch.Tensor], backend: CpuBackend):
         super().__init__()
-        self.backend = backend
-        self.weights = {name: _weight(module.get_submodule(name), name, block.layout, buffer) for name in block.linears}
-        self.tasks: dict[tuple[str, ...], Task] = {}
-        self.task = self._feed_forward_task(block)
+        self.backend, self.slot = backend, 0
+        linears = {name: module.get_submodule(name) for name in block.linears}
+        self.weights = [
+            {name: _weight(linear, name, block.layout, buffer) for name, linear in linears.items()}
+            for buffer in buffers
+        ]
+        self.tasks: list[dict[tuple[str, ...], Task]] = [{} for _ in buffers]  # by buffer, of modules
+        stages = (self._feed_forward_stages(block, weights) for weights in self.weights)
+        self.whole = [self._add_task(each) for each in stages if each]
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for hidden states [..., columns]."""
-        (out,) = self.backend.calls(self.task, x.reshape(-1, x.shape[-1]))
+        (out,) = self.backend.calls(self.whole[self.slot], x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], -1)
 
     def linear(self, name: str, x: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -55,32 +64,34 @@ class CpuBlock(SharedInput):
         return self.product(name, x)
 
     def alike(self, one: str, other: str) -> bool:  # the kernels prepare the same input for both weights
-        return self.weights[one].matrix.format == self.weights[other].matrix.format
+        weights = self.weights[0]
+        return weights[one].matrix.format == weights[other].matrix.format
 
     def finish_observing(self) -> None:
         """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
-        self.usable &= self.task is not None or self.together.keys() == self.weights.keys()
+        self.usable &= bool(self.whole) or self.together.keys() == self.weights[0].keys()
 
     def products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
-        if names not in self.tasks:
-            self.tasks[names] = self._add_task([Stage([self.weights[name] for name in names])])
-        outs = self.backend.calls(self.tasks[names], x.reshape(-1, x.shape[-1]))
+        tasks, weights = self.tasks[self.slot], self.weights[self.slot]
+        if names not in tasks:
+            tasks[names] = self._add_task([Stage([weights[name] for name in names])])
+        outs = self.backend.calls(tasks[names], x.reshape(-1, x.shape[-1]))
         return [out.view(*x.shape[:-1], -1) for out in outs]
 
-    def _feed_forward_task(self, block: Block) -> Task | None:
-        """Return a task for the whole feed-forward; None if its form or its weights' formats do not allow one."""
+    def _feed_forward_stages(self, block: Block, named: Mapping[str, Weight]) -> list[Stage]:
+        """Return the stages of the whole feed-forward; none if its form or its weights' formats do not allow one task."""
         mlp = block.feed_forward
-        if mlp is None or len({weight.matrix.dtype for weight in self.weights.values()}) > 1:
-            return None
-        weights = [self.weights[name] for name in mlp.first]
+        if mlp is None or len({weight.matrix.dtype for weight in named.values()}) > 1:
+            return []
+        weights = [named[name] for name in mlp.first]
         if len(mlp.first) == 2 and mlp.first[0] == mlp.first[1]:  # gate and up in one weight
             both = weights[0]
             halves = _gate_and_up(both.matrix, both.bias, 0, both.matrix.rows // 2, mlp.gate_is_second)
             weights = [Weight(matrix, bias, both.nbytes // 2) for matrix, bias in halves]
         if len({(each.matrix.rows, *each.matrix.format) for each in weights}) > 1:
-            return None
+            return []
         combine = "gated" if len(weights) == 2 else "activation"
-        return self._add_task([Stage(weights, combine, mlp.activation), Stage([self.weights[mlp.last]])])
+        return [Stage(weights, combine, mlp.activation), Stage([named[mlp.last]])]
 
     def _add_task(self, stages: list[Stage]) -> Task:
         # one dtype in all stages; some families keep modules in float32: input and output have that dtype
@@ -123,35 +134,41 @@ class CpuExperts(CpuBlock):
     """A CPU-computed block of experts as one task; the device multiplies those in the block's cache meanwhile, if there is one."""
 
     def __init__(
-        self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend, cache: ExpertCache | None
+        self,
+        block: Block,
+        module: nn.Module,
+        buffers: Sequence[torch.Tensor],
+        backend: CpuBackend,
+        cache: ExpertCache | None,
     ):
-        super().__init__(block, module, buffer, backend)
+        super().__init__(block, module, buffers, backend)
         form, self.cache, self.device_fuses_experts = block.experts, cache, backend.placement.fuses_codes
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
-        experts = _experts(form, block.layout, buffer)
         self.slots_for: Callable[[list[int]], dict[int, int]] | None = None  # of experts that may be on disk
         counts = None if cache is None else cache.counts
-        self.task = add_experts(backend.pool, experts, activation, backend.dtype, counts)
-        backend.pool.reserve(self.task, backend.max_rows, form.top_k)
+        for buffer in buffers:
+            experts = _experts(form, block.layout, buffer)
+            self.whole.append(add_experts(backend.pool, experts, activation, backend.dtype, counts))
+            backend.pool.reserve(self.whole[-1], backend.max_rows, form.top_k)
 
     def feed_forward(  # type: ignore[override]  # it is called with the arguments of the block's module
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the experts' output for hidden states [..., hidden], expert ids [tokens, k] and their weights [tokens, k]."""
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
-        backend, cache = self.backend, self.cache
+        backend, cache, task = self.backend, self.cache, self.whole[self.slot]
         x = hidden_states.to(backend.dtype).reshape(-1, hidden_states.shape[-1])  # [tokens, hidden]
         expert_ids = top_k_index.to(torch.int64)
         is_prompt = cache is not None and len(expert_ids) > backend.decode_rows
         if is_prompt:
             cache.count_uses(expert_ids)
         if cache is None or (is_prompt and not self.device_fuses_experts):
-            (out,) = backend.calls(self.task, x, Routing(self._on_host(expert_ids), weights))
+            (out,) = backend.calls(task, x, Routing(self._on_host(expert_ids), weights))
         else:  # the device multiplies cached and fetched experts while the CPU multiplies the others
             try:
                 dispatched = cache.dispatch(expert_ids)
                 routing = Routing(self._on_host(dispatched.for_cpu), weights)
-                (out,) = backend.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
+                (out,) = backend.calls(task, x, routing, lambda: cache.products(x, dispatched, weights))
             except BaseException:
                 cache.invalidate()
                 raise
@@ -227,16 +244,18 @@ class CpuBackend:
         self.calls = HandOff(self.pool, lanes, transfers)
         self.python_cpus = _avoid_cpus(plan.cpus)  # after what may fail
 
-    def block(self, index: int, module: nn.Module) -> CpuBlock:
-        block = self.placement.blocks[index]
+    def block(self, index: int, module: nn.Module, slots: Sequence[torch.Tensor] = ()) -> CpuBlock:
+        """Return the block as the CPU computes it, in host memory or in the `slots` of a ring buffer, uint8."""
+        block, host = self.placement.blocks[index], self.host_experts
+        cache = None if self.experts is None else self.experts.by_block.get(index)
+        if host is not None and index in host.row_of:
+            found = CpuExperts(host.block, module, [host.buffer], self, cache)
+            found.slots_for = partial(host.slots_for, index)
+            return found
+        buffers = slots or [self.store.buffers[index]]
         if block.experts is None:
-            return CpuBlock(block, module, self.store.buffers[index], self)
-        cache, host = None if self.experts is None else self.experts.by_block.get(index), self.host_experts
-        if host is None or index not in host.row_of:
-            return CpuExperts(block, module, self.store.buffers[index], self, cache)
-        found = CpuExperts(host.block, module, host.buffer, self, cache)
-        found.slots_for = partial(host.slots_for, index)
-        return found
+            return CpuBlock(block, module, buffers, self)
+        return CpuExperts(block, module, buffers, self, cache)
 
     def attention(self) -> CpuAttention:
         return CpuAttention(self.calls, self.python_cpus)

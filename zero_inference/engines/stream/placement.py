@@ -73,6 +73,7 @@ class Placement:
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
     format: WeightFormat | None = None  # of most quantized weights; None where all have the model's dtype
     fuses_codes: bool = False  # the device has a kernel for products with these codes
+    multiplies_slots: bool = False  # without a GPU, the CPU multiplies the codes of blocks on disk in the ring's slots
     graphs: bool = False  # decode steps are CUDA graphs, so each block has the same slot in every step
 
     @property
@@ -99,11 +100,17 @@ class Placement:
 
     @property
     def streamed(self) -> list[int]:  # in a decode pass
-        return [block for block in self.offloaded if block not in self.cpu_computed]
+        multiplied_in_place = self.cpu_computed - self.computed_in_slots
+        return [block for block in self.offloaded if block not in multiplied_in_place]
+
+    @property
+    def computed_in_slots(self) -> frozenset[int]:
+        """CPU-computed blocks that the ring buffer holds for the time of their computation: without a GPU, those on disk."""
+        return (self.cpu_computed & self.on_disk) - self.cached_on_host
 
     @property
     def computable(self) -> list[int]:
-        host = set(self.in_host_memory) | self.cached_on_host
+        host = {*self.in_host_memory, *(self.on_disk if self.multiplies_slots else self.cached_on_host)}
         return [block for block in self.offloaded if block in host and self.blocks[block].computable]
 
     @property
@@ -350,9 +357,8 @@ class Placement:
 
     def with_even_cpu_share(self, share: float) -> Placement:
         """Return the placement with about `share` of the bytes in host memory CPU-computed, in whole, evenly spread blocks."""
-        return replace(
-            self, cpu_computed=frozenset(self._spread_evenly(self.in_host_memory, share)) | self.cached_on_host
-        )
+        blocks = self.offloaded if self.multiplies_slots else self.in_host_memory
+        return replace(self, cpu_computed=frozenset(self._spread_evenly(blocks, share)) | self.cached_on_host)
 
     def with_cpu_shares(self, of_experts: float, of_others: float) -> Placement:
         """Return the placement with a share of the experts' bytes and one of the others' CPU-computed."""

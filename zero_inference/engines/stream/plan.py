@@ -22,6 +22,7 @@ from zero_inference.engines.stream.cpu_plan import (
     CpuPlan,
     cpu_block_s,
     decode_step_s,
+    multiplies_codes,
     plan_cpu,
     plan_short_prompts,
     spare_slots,
@@ -572,7 +573,7 @@ def _place(job: Job, divided: bool, depth: int | None = None, caches_experts: bo
         gathers, form = job.pin_weights or not job.on_gpu, main_format(blocks)
         fuses = form is not None and format_can_fuse(form, job.spec.dtype)
         placed = replace(placement, embedding=embedding, gathers=gathers, graphs=graphs, link_shares=links)
-        placed = replace(placed, format=form, fuses_codes=fuses)
+        placed = replace(placed, format=form, fuses_codes=fuses, multiplies_slots=multiplies_codes(job))
         budget = host_budget(job, placed)
         if budget is None:
             return placed

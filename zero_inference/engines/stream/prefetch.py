@@ -193,8 +193,8 @@ class Prefetcher:
         return frozenset()
 
     def _streamed_in(self, kind: PassKind) -> list[int]:
-        on_cpu = self._cpu_blocks_in(kind)
-        return [block for block in self.placement.offloaded if block not in on_cpu]
+        in_place = self._cpu_blocks_in(kind) - self.placement.computed_in_slots
+        return [block for block in self.placement.offloaded if block not in in_place]
 
     def _update_placement(self, cpu_decodes: bool) -> None:
         self.computable -= {index for index in self.computable if not self.blocks[index].cpu.usable}
@@ -242,6 +242,7 @@ class HookedBlock:
         self.layout = self.block.layout
         self.slot = 0  # of the ring, in this pass
         self.is_resident = index in prefetcher.store.resident
+        self.in_slots = index in prefetcher.placement.computed_in_slots  # the CPU multiplies it there
         device = prefetcher.placement.device_of(index)
         self.ring, self.timeline = prefetcher.rings.get(device), prefetcher.timeline.devices[device]
         self.packed: Mapping[str, Packed] = {}
@@ -251,7 +252,8 @@ class HookedBlock:
         codes_modules = self._multiply_codes()
         self.cpu: CpuBlock | None = None
         if prefetcher.cpu is not None and index in prefetcher.cpu.computable:
-            self.cpu = prefetcher.cpu.block(index, module)
+            slots = [self.ring.buffer_in(index, slot) for slot in range(len(self.ring.slots))] if self.in_slots else []
+            self.cpu = prefetcher.cpu.block(index, module, slots)
             self.shared_inputs.append(self.cpu)
             self.linears = {name: module.get_submodule(name) for name in self.block.linears}  # without wrappers
             self._install_cpu(self.cpu)
@@ -280,7 +282,8 @@ class HookedBlock:
             return slot
 
         def before(module, args, kwargs) -> None:
-            if index in prefetcher.cpu_computed:
+            on_cpu = index in prefetcher.cpu_computed
+            if on_cpu and not self.in_slots:
                 if is_gathered and prefetcher.kind is PassKind.SHORT_PROMPT:
                     prefetcher.outside_graphs(cache.await_gathering)
                 timeline.block_begins(index)
@@ -300,6 +303,9 @@ class HookedBlock:
                         cache.refill(chosen, ring.buffer_in(index, slot))
                     elif chosen is not None:
                         cache.count_uses(chosen)
+            if on_cpu:
+                self.cpu.slot = slot
+                return
             if keeps_parameters:
                 return
             plain, self.packed = views[slot]
@@ -316,7 +322,7 @@ class HookedBlock:
             for shared in shared_inputs:
                 shared.end_block()
             if not is_resident and (is_layer or layers.is_last_micro_batch):
-                if not on_cpu:
+                if not on_cpu or self.in_slots:
                     prefetcher.outside_graphs(partial(ring.release, index))
                 self.packed = {}  # its slot is another block's from now on
             if index not in prefetcher.observed:
@@ -395,9 +401,9 @@ class HookedBlock:
     def _install_cpu(self, cpu: CpuBlock) -> None:
         """Let the CPU compute the block as a whole, or each of its linear modules, in passes in which it is CPU-computed."""
         prefetcher, index = self.prefetcher, self.index
-        if cpu.task is not None:
+        if cpu.whole:
             self._replace_forward(
-                self.module, cpu.feed_forward, lambda: index in prefetcher.cpu_computed and cpu.task is not None
+                self.module, cpu.feed_forward, lambda: index in prefetcher.cpu_computed and bool(cpu.whole)
             )
             return
         for name, linear in self.linears.items():
@@ -410,8 +416,8 @@ class HookedBlock:
 
     def call_each_module(self) -> None:
         """Stop computing the block as a whole by the CPU, which still multiplies for linear modules; experts have none."""
-        if self.cpu.task is not None:
-            self.cpu.task, self.cpu.usable = None, bool(self.linears)
+        if self.cpu.whole:
+            self.cpu.whole, self.cpu.usable = [], bool(self.linears)
             self._install_cpu(self.cpu)
 
     def _replace_forward(
