@@ -90,6 +90,14 @@ def test_a_link_is_as_fast_as_the_loops_own_copies():
     assert update_rates(RATES, after_loops(three, 2.0, 88 * 10**9), NOTHING) == rounds
 
 
+def test_a_disk_is_as_fast_as_before_and_after_the_loops_on_average_or_as_in_them():
+    link = after_loops(ONE, 1.0, 0)
+    found = update_rates(RATES, link, NOTHING, disk_gb_per_s=4.0, disk_loops=[4.2, 4.4])
+    assert (found.disk_gb_per_s, found.disk_from) == (4.5, "rounds")
+    found = update_rates(RATES, link, NOTHING, disk_gb_per_s=4.0, disk_loops=[4.6, 4.4])
+    assert (found.disk_gb_per_s, found.disk_from) == (4.6, "loops")
+
+
 def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():
     """So that no step is faster than its limit: here 3 GB over the link and 4 read by the cores."""
     moved = MovedPerStep(

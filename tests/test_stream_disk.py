@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import psutil
@@ -152,9 +152,10 @@ def test_together_with_other_options(options, checkpoints, tmp_path):
     )
 
 
-def test_a_checkpoint_is_read_in_place(checkpoints, tmp_path):
-    """Nothing is written, and layers are not read while loading, except those that are compared."""
-    folder = checkpoints("llama")
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_a_checkpoint_is_read_in_place(family, models, tmp_path):
+    """Nothing is written, and layers are not read while loading, except those that are compared; experts are fused as they are read."""
+    folder = models(family)
     plan = plan_of(folder, disk_offload=True, offload_dir=str(tmp_path / "unused"))
     assert plan.in_place.keys() == plan.placement.on_disk and plan.footprint.disk == 0 < plan.disk_bytes
     assert {extent.path.parent for extents in plan.in_place.values() for extent in extents} == {Path(folder)}
@@ -168,13 +169,12 @@ def test_a_checkpoint_is_read_in_place(checkpoints, tmp_path):
     "family, options",
     [
         ("gpt2", {}),
-        ("mixtral", {}),
         ("llama", dict(quant_bits=4, quant_group_size=16)),
         ("llama", dict(dtype="bfloat16")),
     ],
 )
 def test_other_weights_are_written_once(family, options, models, tmp_path):
-    """Transposed, fused and quantized weights, and those of another dtype: to a file that goes with the run."""
+    """Transposed and quantized weights, and those of another dtype: to a file that goes with the run."""
     folder = models(family)
     plan = plan_of(folder, disk_offload=True, offload_dir=str(tmp_path), **options)
     written = plan.placement.on_disk - plan.in_place.keys()
@@ -283,13 +283,16 @@ def test_the_least_used_experts_are_evicted(models, tmp_path):
     host = HostExperts(placement, disk, pinned=False, transfers=transfers)
     size = placement.expert_bytes(blocks[0])
 
+    def on_disk(block: int) -> torch.Tensor:
+        data = bytearray(placement.blocks[block].layout.nbytes)
+        for path, offset, nbytes, place in map(astuple, disk.extents[block]):
+            data[place : place + nbytes] = path.read_bytes()[offset : offset + nbytes]
+        return torch.frombuffer(data, dtype=torch.uint8)
+
     def contents(block: int, expert: int) -> bool:
         """Return whether the slot of an expert has its bytes."""
         (slot,) = host.slots_for(block, [expert]).values()
-        layout, stored = placement.blocks[block].layout, host.block.layout
-        file = disk.extents[block][0]
-        data = file.path.read_bytes()[file.offset : file.offset + layout.nbytes]
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        layout, stored, buffer = placement.blocks[block].layout, host.block.layout, on_disk(block)
         return all(
             torch.equal(of_block.plain.of(buffer)[expert], own.plain.of(host.buffer)[slot])
             for of_block, own in zip(layout.parameters, stored.parameters)
@@ -301,6 +304,15 @@ def test_the_least_used_experts_are_evicted(models, tmp_path):
     assert contents(one, 2) and host.slot_of[0, 1] == -1, "expert 1 was used once, the others twice"
     assert contents(one, 1) and transfers.disk_read_bytes >= 5 * size
     assert host.slots_for(one, [0, 1, 2, 0]).keys() == {0, 1, 2} and host.slot_of[1].max() == -1
+
+    # a prompt
+    read = transfers.disk_read_bytes
+    host.count_uses(other, torch.tensor([[0, 3]] * 3))
+    host.fill(other, on_disk(other), on_device=[3])
+    host.count_uses(blocks[2], torch.tensor([[1, 2]]))
+    host.fill(blocks[2], on_disk(blocks[2]), on_device=[])
+    assert host.slot_of[0, 2] == -1 and host.slot_of[2].max() == -1, "the least used one makes room for a more used one"
+    assert contents(other, 0) and contents(one, 0) and contents(one, 1) and transfers.disk_read_bytes == read
     loaded.close()
 
 
@@ -310,7 +322,7 @@ IN_16 = "--quant-group-size 16"
 
 
 @pytest.mark.parametrize(
-    "family, options", [("mixtral", ""), ("llama", f"--quant-bits 4 {IN_16}"), ("gpt2", f"--quant-bits 8 {IN_16}")]
+    "family, options", [("gpt2", ""), ("mixtral", f"--quant-bits 4 {IN_16}"), ("llama", f"--quant-bits 8 {IN_16}")]
 )
 def test_a_converted_file_is_reused(family, options, models, tmp_path, capfd):
     """By all runs with the same weights, which write nothing, with any budget of host memory."""
@@ -331,7 +343,7 @@ def test_a_converted_file_is_reused(family, options, models, tmp_path, capfd):
 
 
 def test_a_file_of_other_weights_is_not_used(models, tmp_path, capfd, monkeypatch):
-    folder, options = models("mixtral"), dict(disk_offload=True, offload_dir=str(tmp_path / "offload"))
+    folder, options = models("gpt2"), dict(disk_offload=True, offload_dir=str(tmp_path / "offload"))
     copied = Path(shutil.copytree(folder, tmp_path / "copied"))
     convert = [
         "zero-inference",

@@ -232,7 +232,12 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
 
     with _damage_as_run_error(path, "not a weight file"):
         if path.suffix == ".safetensors":
-            opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+            try:
+                opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except RuntimeError as error:  # Linux maps no file that is larger than memory and swap together
+                if not is_out_of_memory(error):
+                    raise
+                opened = files.enter_context(safe_open(path, framework="pt", device="cpu", backend="pread"))
             return {key: partial(opened.get_slice, key) for key in opened.keys()}
         # torch before 1.6 wrote another format, which cannot be mapped and is read as a whole
         state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)

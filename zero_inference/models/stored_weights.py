@@ -6,11 +6,14 @@ because its operations (stacking experts, joining gate and up) act on rows, whic
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
-from zero_inference.models.checkpoint_files import Shards
+from zero_inference.models.checkpoint_files import Shards, errors_as
 from zero_inference.models.checkpoint_formats import StoredWeight
 from zero_inference.models.checkpoint_formats.base import FLOATS, dtype_and_shape, float_dtype
 from zero_inference.models.empty_model import set_tensor
@@ -148,25 +151,107 @@ def parameter_of_key(model: nn.Module, mapping: Iterable[Any], keys: Iterable[st
     return found
 
 
-def plain_in_files(model: nn.Module, spec: ModelSpec, names: Collection[str]) -> dict[str, Extent]:
-    """Return where a safetensors file has the bytes of the parameters `names` as the model has them: of the same shape and dtype, and not
-    part of a fused weight. Other parameters are left out."""
+def plain_in_files(model: nn.Module, spec: ModelSpec, names: Collection[str]) -> dict[str, list[Extent]]:
+    """Return where safetensors files have the bytes of the parameters `names` as the model has them, `buffer_offset` within the parameter:
+    each row in the same dtype, while rows of several tensors may be fused. Other parameters are left out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if not (names and spec.weights_are_here):
         return {}
     shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
-    found = parameter_of_key(model, get_model_conversion_mapping(model), shards.keys)
-    keys = {key: name for key, (name, converted) in found.items() if name in names and not converted}
-    keys = {key: name for key, name in keys.items() if key not in shards.quantized}
-    ranges, result = shards.byte_ranges(keys), {}
-    with shards.open([*ranges]) as tensors:
-        for key, stored in ranges.items():
-            name = keys[key]
-            plain, (dtype, shape) = model.get_parameter(name), dtype_and_shape(tensors[key])
-            if shape == tuple(plain.shape) and dtype in FLOATS and float_dtype(tensors[key]) == plain.dtype:
-                result[name] = Extent(*stored)
+    mapping = get_model_conversion_mapping(model)
+    stored = {key: found for key, found in parameter_of_key(model, mapping, shards.keys).items() if found[0] in names}
+    stored = {key: found for key, found in stored.items() if key not in shards.quantized}
+    ranges = {key: Extent(*each) for key, each in shards.byte_ranges(stored).items()}
+    convert = partial(convert_tensors, model, mapping=mapping, dtype=spec.dtype, folder=shards.folder)
+    result: dict[str, list[Extent]] = {}
+    fused: dict[str, dict[str, tuple[int, ...]]] = {}  # parameter -> key -> shape
+    others: set[str] = set()
+    with shards.open([*stored]) as tensors:
+        for key, tensor in tensors.items():
+            name, is_part = stored[key]
+            plain, (dtype, shape) = model.get_parameter(name), dtype_and_shape(tensor)
+            alike = dtype in FLOATS and float_dtype(tensor) == plain.dtype and shape[-1:] == plain.shape[-1:]
+            if key not in ranges or not alike or not (is_part or shape == tuple(plain.shape)):
+                others.add(name)
+            elif is_part:
+                fused.setdefault(name, {})[key] = shape
+            else:
+                result[name] = [ranges[key]]
+    for name in fused.keys() - others:
+        with suppress(RunError):  # rows of its tensors do not become rows of the parameter
+            result |= _fused_in_files(model, name, fused[name], ranges, convert)
     return result
+
+
+def _fused_in_files(
+    model: nn.Module,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    ranges: Mapping[str, Extent],
+    convert: Convert,
+) -> dict[str, list[Extent]]:
+    """Return where parameter `name` is in files, if each of its tensors is a contiguous part of it: `convert` acts on numbers of rows as it
+    does on the rows.
+
+    Args:
+        shapes: of the tensors, by checkpoint key.
+    """
+    keys, rows = [*shapes], [math.prod(shape[:-1]) for shape in shapes.values()]
+    numbers = torch.arange(sum(rows)).split(rows)
+    tensors = {key: each.view(*shape[:-1], 1) for (key, shape), each in zip(shapes.items(), numbers)}
+    plain = model.get_parameter(name)
+    converted = _converted(model, tensors, {name: ((*plain.shape[:-1], 1), torch.int64)}, convert)
+    order, places = converted[name].flatten(), torch.full((sum(rows),), -1)
+    places[order] = torch.arange(len(order))  # of the rows in the parameter
+    found, row_bytes = [], plain.shape[-1] * plain.itemsize
+    for key, own in zip(keys, places.split(rows)):
+        first = int(own[0])
+        if first < 0 or not torch.equal(own, torch.arange(first, first + len(own))):
+            return {}
+        found.append(replace(ranges[key], buffer_offset=first * row_bytes))
+    return {name: sorted(found, key=lambda each: each.buffer_offset)}
+
+
+def _converted(
+    model: nn.Module,
+    tensors: dict[str, Any],
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    convert: Convert,
+) -> dict[str, Tensor]:
+    """Return what the `tensors` of checkpoint keys become, where the model's parameters have other shapes and dtypes for them."""
+    plain = {name: model.get_parameter(name) for name in shapes}
+    try:
+        for name, (shape, dtype) in shapes.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            set_tensor(model, [name], nn.Parameter(empty, requires_grad=False))
+        convert(tensors)
+        return {name: model.get_parameter(name).data for name in shapes}
+    finally:
+        for name, parameter in plain.items():
+            set_tensor(model, [name], parameter)
+
+
+def convert_tensors(model: nn.Module, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path) -> Any:
+    """Read some tensors into the model, and return transformers' information about them. Raises RunError for another shape."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # no dtype plan: each tensor is cast to the dtype of its parameter in the empty model
+    load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
+    with errors_as(RunError, f"{folder}: the checkpoint cannot be read", "; fetch it again."):
+        info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
+    for name, found, expected in sorted(info.mismatched_keys):
+        raise RunError(
+            f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
+        )
+    for name, reason in info.conversion_errors.items():
+        raise RunError(
+            f"{folder}: {name} cannot be converted ({(str(reason).strip() or repr(reason)).splitlines()[-1]})."
+        )
+    return info
 
 
 def read_stored(
@@ -202,19 +287,16 @@ def read_stored(
     plain = {name: model.get_parameter(name) for name in names}
     for part in NAMES:
         having = {key: weight for key, weight in weights.items() if part in weight.tensors}
+        shapes = {}
         for name in {stored[key][0] for key in having}:
             form, transposed = formats[name]
             shape = plain[name].mT.shape if transposed else plain[name].shape
             of_part, dtype = form.tensors(tuple(shape))[part]
             # a row has one factor, and operations on rows need columns
-            of_part = (*of_part, 1) if part == "row_scales" else of_part
-            set_tensor(
-                model, [name], nn.Parameter(torch.empty(of_part, dtype=dtype, device="meta"), requires_grad=False)
-            )
-        convert({key: _with_columns(part, stored[key][1].shape, weight) for key, weight in having.items()})
-        for name in {stored[key][0] for key in having}:
-            tensors[name][part] = model.get_parameter(name).data
-            set_tensor(model, [name], plain[name])
+            shapes[name] = (*of_part, 1) if part == "row_scales" else of_part, dtype
+        of_keys = {key: _with_columns(part, stored[key][1].shape, weight) for key, weight in having.items()}
+        for name, tensor in _converted(model, of_keys, shapes, convert).items():
+            tensors[name][part] = tensor
     return {name: QuantizedWeight(formats[name][0], **parts) for name, parts in tensors.items()}
 
 

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,12 @@ from torch import nn
 
 from zero_inference.errors import RunError
 from zero_inference.kernels.formats import QuantizedWeight, WeightFormat, dequantize_reference
-from zero_inference.models.checkpoint_files import Shards, errors_as, integer_keys, shorten_names
+from zero_inference.models.checkpoint_files import Shards, integer_keys, shorten_names
 from zero_inference.models.checkpoint_formats import INSTEAD, StoredWeight
 from zero_inference.models.empty_model import parameter_names, set_tensor
 from zero_inference.models.layers import find_layers
 from zero_inference.models.spec import ModelSpec
-from zero_inference.models.stored_weights import draw_stored, parameter_of_key, read_stored
+from zero_inference.models.stored_weights import convert_tensors, draw_stored, parameter_of_key, read_stored
 
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
@@ -177,10 +177,7 @@ def _read_weights(
         with shards.open([key for key in keys if key not in name_of or name_of[key][0] not in unread]) as tensors:
             stored = _take_stored(model, tensors, mapping, kept)
             missing, unexpected = _read_plain(model, tensors, mapping, shards)
-
-            def convert(parts: dict[str, Any]) -> None:
-                _convert_tensors(model, parts, mapping, spec.dtype, shards.folder)
-
+            convert = partial(convert_tensors, model, mapping=mapping, dtype=spec.dtype, folder=shards.folder)
             for name, weight in read_stored(model, stored, kept, convert).items():
                 adopt_stored(name, weight)
                 adopted.add(id(model.get_parameter(name)))
@@ -273,34 +270,12 @@ def _checkpoint_keys(model, mapping: list, keys: Iterable[str], wanted: set[str]
     return found
 
 
-def _convert_tensors(model, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path) -> Any:
-    """Read some tensors into the model, and return transformers' information about them. Raises RunError for another shape."""
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    # no dtype plan: each tensor is cast to the dtype of its parameter in the empty model
-    load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
-    with errors_as(RunError, f"{folder}: the checkpoint cannot be read", "; fetch it again."):
-        info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
-    for name, found, expected in sorted(info.mismatched_keys):
-        raise RunError(
-            f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
-        )
-    for name, reason in info.conversion_errors.items():
-        raise RunError(
-            f"{folder}: {name} cannot be converted ({(str(reason).strip() or repr(reason)).splitlines()[-1]})."
-        )
-    return info
-
-
 def _read_plain(model, tensors: dict[str, Any], mapping: list, shards: Shards) -> tuple[set[str], list[str]]:
     """Read some tensors into the model; return names that were not among them, and keys that the model unexpectedly does not use."""
     folder, of_modules = shards.folder, {key.removesuffix("weight") for key in shards.quantized}
     biases = {key for key in tensors if key.endswith(".bias") and key.removesuffix("bias") in of_modules}
     biases -= {key for key in biases if tensors[key][...].any()}  # AutoGPTQ wrote zeros for modules without one
-    info = _convert_tensors(model, tensors, mapping, shards.dtype, folder)
+    info = convert_tensors(model, tensors, mapping, shards.dtype, folder)
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     for key in set(integer_keys(tensors)) - set(info.unexpected_keys):
         if key.rpartition(".")[2] not in buffers and not OUTDATED_BUFFERS.search(key):

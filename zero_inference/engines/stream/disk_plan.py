@@ -96,15 +96,15 @@ def _in_checkpoint(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]
     model, config = job.empty_model.model, job.config
     prefix, layers = decoder_layers(model)
 
-    def find() -> dict[str, Extent]:
+    def find() -> dict[str, list[Extent]]:
         found = plain_in_files(model, job.spec, frozenset(f"{prefix}.{name}" for name, _ in layers.named_parameters()))
         folder = next((each for each in (config.offload_path, *config.offload_path.parents) if each.exists()), None)
         given = config.offload_dir != DEFAULTS["offload_dir"] and folder is not None
         good = {
             path: can_read_directly(path) and not (given and path.stat().st_dev != folder.stat().st_dev)
-            for path in {each.path for each in found.values()}
+            for path in {each.path for extents in found.values() for each in extents}
         }
-        return {name: each for name, each in found.items() if good[each.path]}
+        return {name: extents for name, extents in found.items() if all(good[each.path] for each in extents)}
 
     key = "plain in files", job.spec.weights_are_here, config.offload_dir
     if not job.empty_model.is_empty:
@@ -117,5 +117,9 @@ def _in_checkpoint(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]
         names = [block.full_name(prefix, each.name) for each in parameters]
         if ranges.keys() >= set(names) and not any(each.packed or each.transposed for each in parameters):
             stored = zip(names, parameters)
-            result[index] = [replace(ranges[name], buffer_offset=each.plain.offset) for name, each in stored]
+            result[index] = [
+                replace(extent, buffer_offset=each.plain.offset + extent.buffer_offset)
+                for name, each in stored
+                for extent in ranges[name]
+            ]
     return result
