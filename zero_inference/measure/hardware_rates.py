@@ -142,7 +142,11 @@ def measure_rates(
 
 
 def update_rates(
-    rates: Rates, link: LinkMonitor, moved: MovedPerStep, disk_rounds: Sequence[tuple[float, str]] = ()
+    rates: Rates,
+    link: LinkMonitor,
+    moved: MovedPerStep,
+    disk_gb_per_s: float | None = None,
+    disk_loops: Sequence[float] = (),
 ) -> Rates:
     """Update `rates` by the rates that the loops measured, and return them. All ranks call it together.
 
@@ -152,7 +156,9 @@ def update_rates(
 
     Args:
         moved: bytes of a decode step of this rank.
-        disk_rounds: GB/s of the disk, and what measured it: "rounds" or "loops".
+        disk_gb_per_s: of the disk after the loops; its rate is the mean of this and that before them, because a disk's changes within
+            seconds, or that of the fastest loop if it is higher.
+        disk_loops: GB/s that each loop read.
     """
     ranks, rate = link.ranks, link.rate()
     # links that are idle part of the time do not run at once, and would add up to too much
@@ -165,8 +171,11 @@ def update_rates(
         "link_from": source,
         "link_spread": rate.spread_gb_per_s / link_gb_per_s,
     }
-    if rates.disk_gb_per_s is not None and disk_rounds:
-        updated["disk_gb_per_s"], updated["disk_from"] = max((rates.disk_gb_per_s, "rounds"), *disk_rounds)
+    if rates.disk_gb_per_s is not None and disk_gb_per_s is not None:
+        mean = (rates.disk_gb_per_s + disk_gb_per_s) / 2
+        updated["disk_gb_per_s"], updated["disk_from"] = max(
+            [(mean, "rounds"), *((each, "loops") for each in disk_loops)]
+        )
     if rates.cores_gb_per_s is not None and rates.link_beside_cores_gb_per_s is not None:
         links_gb_per_s = _sum_over_ranks(ranks, link.copied_gb_per_s())
         cpu_bytes = ranks.total(int(moved.cores_bytes_per_step or 0))

@@ -200,12 +200,12 @@ def measure_run(
             f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    disk_rounds = []
-    if loaded.measure_disk is not None:  # again: its rate may have changed, and the loops may have read faster
+    disk_gb_per_s, disk_loops = None, []
+    if loaded.measure_disk is not None:
+        disk_gb_per_s = loaded.measure_disk()
         read = ((loop, loop.moved.disk_read_bytes_per_step) for loop in measurement.loops)
-        of_loops = [len(loop.step_s) * nbytes / loop.decode_s / 1e9 for loop, nbytes in read if nbytes]
-        disk_rounds = [(loaded.measure_disk(), "rounds"), *((each, "loops") for each in of_loops)]
-    rates = update_rates(rates, link, measurement.loops[-1].moved, disk_rounds)
+        disk_loops = [len(loop.step_s) * nbytes / loop.decode_s / 1e9 for loop, nbytes in read if nbytes]
+    rates = update_rates(rates, link, measurement.loops[-1].moved, disk_gb_per_s, disk_loops)
     return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link, speculation)
 
 

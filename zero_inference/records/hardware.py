@@ -48,7 +48,7 @@ class Rates(Part):
     )
     disk_from: str | None = key(
         "",
-        "what measured `disk_gbps`: `rounds` of reads, or the `loops` where they read faster",
+        "what measured `disk_gbps`: `rounds` of reads before and after the loops, or the `loops` where they read faster",
         only_with="--engine stream and weights on disk",
         default=None,
     )

@@ -26,6 +26,10 @@ from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_o
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.timing import Transfers
 
+# The same as `SPIN_US` where the device waits for the disk for longer than that between most layers: spinning threads only keep CPUs from
+# those that read.
+DISK_SPIN_US = 200
+
 
 class CpuBlock(SharedInput):
     """A CPU-computed block: its feed-forward as one task, or its linear modules, of which those with the same input are one task.
@@ -239,7 +243,7 @@ class CpuBackend:
             of_attention = attention_hand_off_bytes(job.spec.config, self.decode_rows, self.dtype.itemsize)
             nbytes = max(nbytes[0], of_attention[0]), max(nbytes[1], of_attention[1])
         flags, buffers = allocate_buffers(*nbytes, pinned=True, devices=len(job.devices))
-        self.pool = CpuPool(plan.cpus, SPIN_US, flags)
+        self.pool = CpuPool(plan.cpus, DISK_SPIN_US if placement.on_disk else SPIN_US, flags)
         lanes = [Lane(StreamSide(device), each) for device, each in zip(job.devices, buffers, strict=True)]
         self.calls = HandOff(self.pool, lanes, transfers)
         self.python_cpus = _avoid_cpus(plan.cpus)  # after what may fail
