@@ -11,8 +11,9 @@ prompt. Without `--cuda` both multiply on the CPU alone (`-dev none`). With it t
 llama-bench measures prefill and decode of one sequence with each of `--options`, its own options for what lies where: a row for each
 number of threads. Prompts are fastest with `-lm none --no-host 0` (weights in page-locked memory, which its default of mapping the file
 is not), decode often with `--no-host 1` (repacked for the CPU, where prompts are then computed too). `-p`, `-n`, `-d` and `-r` among the
-options take the place of what is measured by default; with `-d` one process loads the weights once. The file of weights is removed
-afterwards; with `--keep` it stays, and is used if it is there.
+options take the place of what is measured by default; with `-d` one process loads the weights once. `--host-memory GIB` leaves it so much
+memory, page cache included: for weights that it maps and that do not fit. The file of weights is removed afterwards; with `--keep` it
+stays, and is used if it is there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.peers.gguf_file import tensors_of, weight_type, write_random_gguf  # noqa: E402
 from zero_inference.models.built_in import find_preset  # noqa: E402
+from zero_inference.utils.environment import available_host_bytes  # noqa: E402
 
 TARGETS = {
     "llama-bench": "llama-bench",
@@ -56,6 +60,7 @@ CMAKE_OPTIONS = {
     "LLAMA_OPENSSL": "OFF",  # no network
     "LLAMA_BUILD_COMMIT": "unknown",  # else that of whatever git repository lies around the folder
 }
+HOLDERS = 8  # processes that take memory: one takes about 1 GB/s
 CUDA_OPTIONS = {"GGML_CUDA": "ON", "GGML_CUDA_FA": "OFF", "CMAKE_CUDA_ARCHITECTURES": "native"}  # FA: most of the time
 
 
@@ -77,7 +82,8 @@ def main() -> int:
         part.rename(weights)
     print(f"{weights}: {weight_bytes / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     try:
-        rows = measure_options(programs, weights, args) if args.cuda else measure(programs, weights, args)
+        with memory_limit(args.host_memory):
+            rows = measure_options(programs, weights, args) if args.cuda else measure(programs, weights, args)
     finally:
         if not args.keep:
             weights.unlink()
@@ -90,6 +96,7 @@ def main() -> int:
         "threads": args.threads,
         "prompt_len": args.prompt_len,
         "gen_len": args.gen_len,
+        "host_memory_gib": args.host_memory,
         "rows": rows,
     }
     text = json.dumps(result, indent=1)
@@ -124,6 +131,7 @@ def parse_args() -> argparse.Namespace:
         type=lambda text: [int(each) for each in text.split(",")],
         help="prefills to measure with --cuda (default: --prompt-len)",
     )
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="leave so much free memory (default: all)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one of the two programs may take")
     parser.add_argument("--keep", action="store_true", help="leave the file of weights; use it if it is there")
     parser.add_argument("--output", type=Path)
@@ -178,6 +186,29 @@ def logged(command: list, work: Path) -> None:
     if done.returncode:
         end = log.read_text(errors="replace")[-3000:]
         raise SystemExit(f"{end}\nerror: {command[0]} ended with {done.returncode}; all it said is in {log}.")
+
+
+@contextmanager
+def memory_limit(gib: float | None) -> Iterator[None]:
+    """Let other processes hold all free memory but `gib`; files in the page cache leave it."""
+    if gib is None:
+        yield
+        return
+    nbytes = (available_host_bytes() - int(gib * 2**30)) // HOLDERS
+    hold = (
+        f"import mmap; held = mmap.mmap(-1, {nbytes}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE); "
+        "print('held', flush=True); input()"
+    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holders = [subprocess.Popen([sys.executable, "-c", hold], **pipes) for _ in range(HOLDERS)]
+    try:
+        if any(each.stdout.readline() != "held\n" for each in holders):
+            raise SystemExit(f"error: --host-memory {gib}: the rest of the memory could not be taken.")
+        print(f"{available_host_bytes() / 2**30:.1f} GiB are free", file=sys.stderr, flush=True)
+        yield
+    finally:
+        for each in holders:
+            each.kill()
 
 
 def measure_options(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
