@@ -239,6 +239,7 @@ FORMATS = {
     "modelopt-fp8": modelopt("FP8"),
     "modelopt-nvfp4": modelopt("NVFP4"),
     "fp8-blocks": fp8_blocks(128, 128),
+    "fp8-small-blocks": fp8_blocks(64, 64),
     "fp8-tensor": Format(dict(quant_method="fp8", activation_scheme="static"), modelopt("FP8").write),
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ FAMILIES = {
 MIXTURES = ("ct-int4-g32", "ct-nvfp4", "gptq-g32", "awq-g64", "fp8-blocks")  # experts stored one by one
 CASES = [
     ("gpt_oss", "mxfp4"),
-    *(("qwen3", each) for each in FORMATS if each != "mxfp4"),
+    *(("qwen3", each) for each in FORMATS if each not in ("mxfp4", "fp8-small-blocks")),
     *(("qwen3_moe", each) for each in MIXTURES),
 ]
 
@@ -129,6 +129,26 @@ def test_the_stream_engine_keeps_them_and_generates_the_ids_of_the_expanded_chec
     )
     if not reordered:
         assert stored_bytes(quantized) <= record["weight_bytes"] <= allowed * stored_bytes(quantized)
+
+
+@pytest.mark.parametrize(
+    "family, name, in_place",
+    [
+        ("gpt_oss", "mxfp4", True),
+        ("qwen3", "fp8-blocks", True),
+        ("qwen3_moe", "fp8-small-blocks", True),
+        ("qwen3", "ct-fp8-channel", False),
+        ("qwen3_moe", "ct-nvfp4", False),
+    ],
+)
+def test_they_are_read_from_disk_in_place_where_their_bytes_are_those_of_the_engine(
+    family, name, in_place, pair, tmp_path, capfd
+):
+    quantized, plain = pair(family, name)
+    expected = output_ids_sha256(plain_ids(plain, random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+    assert run(quantized, tmp_path, "--engine", "stream", "--disk-offload", "--gpu-memory", 0) == 0
+    assert read_records(tmp_path / "run.jsonl")[-1]["output_ids_sha256"] == expected
+    assert ("weights on disk are read from the checkpoint's files\n" in capfd.readouterr().err) == in_place
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import safetensors
 import torch
 from conftest import VOCAB, plain_ids, small_disk, too_few_gpus
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load, save_as
@@ -165,6 +166,21 @@ def test_a_checkpoint_is_read_in_place(family, models, tmp_path):
     assert torch.equal(found, plain_ids(folder, IDS, GEN)) and not (tmp_path / "unused").exists()
 
 
+def test_a_checkpoint_larger_than_memory_is_read(checkpoints, tmp_path, monkeypatch):
+    folder, safe_open = checkpoints("llama"), safetensors.safe_open
+    expected = plain_ids(folder, IDS, GEN)
+
+    def without_memory(*args, backend: str = "mmap", **more):
+        if backend == "mmap":
+            raise RuntimeError(
+                "unable to mmap 61066787456 bytes from file <model.safetensors>: Cannot allocate memory (12)"
+            )
+        return safe_open(*args, backend=backend, **more)
+
+    monkeypatch.setattr("safetensors.safe_open", without_memory)
+    assert torch.equal(ids_of(folder, disk_offload=True, offload_dir=str(tmp_path)), expected)
+
+
 @pytest.mark.parametrize(
     "family, options",
     [
@@ -246,7 +262,7 @@ def test_a_pass_that_failed_does_not_confuse_the_next(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("family, bits", [("mixtral", 16), ("mixtral", 4), ("qwen3_moe", 16), ("gpt_oss", 4)])
-def test_host_memory_caches_experts(family, bits, models, tmp_path):
+def test_host_memory_caches_experts(family, bits, models, tmp_path, monkeypatch):
     """With the fewest slots that a pass needs, one more, and two thirds: the ids of weights in memory, and fewer reads with more slots."""
     folder, options = models(family), dict(quant_bits=bits, offload_dir=str(tmp_path))
     if bits < 16:
@@ -256,7 +272,10 @@ def test_host_memory_caches_experts(family, bits, models, tmp_path):
     experts = [block for block in range(len(whole.blocks)) if whole.blocks[block].experts is not None]
     number, size = whole.blocks[experts[0]].experts.num_experts, whole.expert_bytes(experts[0])
     others = sum(each.layout.nbytes for each in whole.blocks if each.experts is None) + whole.embedding_bytes
-    read = []
+    read, filled, fill = [], [], HostExperts.fill
+    monkeypatch.setattr(
+        HostExperts, "fill", lambda self, block, *args: filled.append(block) or fill(self, block, *args)
+    )
     for slots in (number, number + 1, number * len(experts) * 2 // 3):
         host = (others + whole.disk_slots_bytes + slots * size + 1) / GIB
         plan = plan_of(folder, host_memory=host, **options)
@@ -269,6 +288,7 @@ def test_host_memory_caches_experts(family, bits, models, tmp_path):
         use = measured.loops[-1].experts
         assert 0 < use.host_hit_rate <= 1 and use.hit_rate == 0
         read.append(measured.loops[-1].moved.disk_read_bytes_per_step)
+    assert set(filled) == set(experts), "by the prompt"
     page_bytes = 8 * 2 * 4096  # of whole pages around the tensors of an expert
     assert read[0] >= read[1] >= read[2] and read[0] < len(experts) * number * (size + page_bytes)
 

@@ -31,6 +31,7 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.direct_io import Extent
 
 LARGEST_GROUP = 128  # columns, in kernels of products
+LAYER = r"(^|\.)\d+\."  # first number of a key
 EXPERT = r"(\.experts)\.\d+\."  # in the key of a weight
 READERS = 4  # threads that read and rearrange the tensors of weights
 Convert = Callable[[dict[str, Any]], None]  # gives parameters of the model the tensors of a checkpoint, by its keys
@@ -151,66 +152,116 @@ def parameter_of_key(model: nn.Module, mapping: Iterable[Any], keys: Iterable[st
     return found
 
 
-def plain_in_files(model: nn.Module, spec: ModelSpec, names: Collection[str]) -> dict[str, list[Extent]]:
-    """Return where safetensors files have the bytes of the parameters `names` as the model has them, `buffer_offset` within the parameter:
-    each row in the same dtype, while rows of several tensors may be fused. Other parameters are left out."""
+def tensors_in_files(
+    model: nn.Module, spec: ModelSpec, names: Collection[str], formats: Mapping[str, tuple[WeightFormat, bool]]
+) -> dict[str, dict[str, list[Extent]]]:
+    """Return where safetensors files have the tensors of the parameters `names`, row by row as an engine stores them, while rows of several
+    tensors may be fused. Other parameters are left out.
+
+    Args:
+        formats: of the weights that are kept as they are stored, as `stored_formats` gives them.
+
+    Returns:
+        parameter -> "values", or each tensor of a quantized weight -> its bytes, `buffer_offset` within the tensor.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if not (names and spec.weights_are_here):
         return {}
     shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
     mapping = get_model_conversion_mapping(model)
-    stored = {key: found for key, found in parameter_of_key(model, mapping, shards.keys).items() if found[0] in names}
-    stored = {key: found for key, found in stored.items() if key not in shards.quantized}
-    ranges = {key: Extent(*each) for key, each in shards.byte_ranges(stored).items()}
+    of_model = parameter_of_key(model, mapping, shards.keys)
+    wanted = {key: found for key, found in of_model.items() if found[0] in names}
     convert = partial(convert_tensors, model, mapping=mapping, dtype=spec.dtype, folder=shards.folder)
-    result: dict[str, list[Extent]] = {}
-    fused: dict[str, dict[str, tuple[int, ...]]] = {}  # parameter -> key -> shape
+    # parameter -> tensor -> key of the weight -> (key of the tensor, shape)
+    sources: dict[str, dict[str, dict[str, tuple[str, tuple[int, ...]]]]] = {}
     others: set[str] = set()
-    with shards.open([*stored]) as tensors:
+    with shards.open([*wanted]) as tensors:
         for key, tensor in tensors.items():
-            name, is_part = stored[key]
-            plain, (dtype, shape) = model.get_parameter(name), dtype_and_shape(tensor)
-            alike = dtype in FLOATS and float_dtype(tensor) == plain.dtype and shape[-1:] == plain.shape[-1:]
-            if key not in ranges or not alike or not (is_part or shape == tuple(plain.shape)):
+            name = wanted[key][0]
+            found = _as_stored(key, tensor, model.get_parameter(name), formats.get(name))
+            for part, source in found.items():
+                sources.setdefault(name, {}).setdefault(part, {})[key] = source
+            if not found:
                 others.add(name)
-            elif is_part:
-                fused.setdefault(name, {})[key] = shape
-            else:
-                result[name] = [ranges[key]]
-    for name in fused.keys() - others:
-        with suppress(RunError):  # rows of its tensors do not become rows of the parameter
-            result |= _fused_in_files(model, name, fused[name], ranges, convert)
-    return result
+    keys = [key for of_name in sources.values() for part in of_name.values() for key, _ in part.values()]
+    ranges = {key: Extent(*each) for key, each in shards.byte_ranges(keys).items()}
+    rows_of: dict[Any, list[int]] = {}  # of the same sources in another layer, see `_first_rows`
+    result: dict[str, dict[str, list[Extent]]] = {name: {} for name in sources.keys() - others}
+    for name, parts in result.items():
+        shapes = _tensor_shapes(model.get_parameter(name), formats.get(name))
+        for part, of_part in sources[name].items():
+            shape, dtype = shapes[part]
+            found, first_rows = [ranges.get(key) for key, _ in of_part.values()], [0]
+            if any(wanted[key][1] for key in of_part):
+                alike = shape, *((re.sub(LAYER, ".", key, count=1), each[1]) for key, each in of_part.items())
+                if alike not in rows_of:
+                    rows_of[alike] = _first_rows(
+                        model, name, shape, {key: each for key, (_, each) in of_part.items()}, convert
+                    )
+                first_rows = rows_of[alike]
+            elif [each for _, each in of_part.values()] != [shape]:
+                first_rows = []
+            if not first_rows or None in found:  # other rows, or files of another kind
+                break
+            row_bytes = shape[-1] * dtype.itemsize
+            parts[part] = [replace(extent, buffer_offset=row * row_bytes) for extent, row in zip(found, first_rows)]
+    return {name: parts for name, parts in result.items() if parts.keys() == sources[name].keys()}
 
 
-def _fused_in_files(
-    model: nn.Module,
-    name: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    ranges: Mapping[str, Extent],
-    convert: Convert,
-) -> dict[str, list[Extent]]:
-    """Return where parameter `name` is in files, if each of its tensors is a contiguous part of it: `convert` acts on numbers of rows as it
-    does on the rows.
+def _as_stored(
+    key: str, tensor: Any, plain: Tensor, kept: tuple[WeightFormat, bool] | None
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return (key, shape) of each tensor that a weight of the checkpoint has as an engine stores it; empty if not all are so."""
+    if kept is None:
+        if isinstance(tensor, StoredWeight):
+            return {}
+        dtype, shape = dtype_and_shape(tensor)
+        return {"values": (key, shape)} if dtype in FLOATS and float_dtype(tensor) == plain.dtype else {}
+    form, transposed = kept
+    alike = isinstance(tensor, StoredWeight) and (tensor.format, tensor.transposed) == (form, transposed)
+    if not alike or tensor.column_order is not None:
+        return {}
+    shapes = form.tensors(tensor.shape)
+    if not shapes.keys() <= tensor.in_files.keys():
+        return {}
+    return {part: (tensor.in_files[part], shape) for part, (shape, _) in shapes.items()}
+
+
+def _tensor_shapes(
+    plain: Tensor, kept: tuple[WeightFormat, bool] | None
+) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of each tensor of a parameter as an engine stores it."""
+    if kept is None:
+        return {"values": (tuple(plain.shape), plain.dtype)}
+    form, transposed = kept
+    return form.tensors(tuple((plain.mT if transposed else plain).shape))
+
+
+def _first_rows(
+    model: nn.Module, name: str, shape: tuple[int, ...], sources: Mapping[str, tuple[int, ...]], convert: Convert
+) -> list[int]:
+    """Return the first row of each source in a tensor of parameter `name`; empty if a source is no contiguous part of it. `convert` acts on
+    numbers of rows as it does on the rows.
 
     Args:
-        shapes: of the tensors, by checkpoint key.
+        shape: of the tensor.
+        sources: checkpoint key -> shape.
     """
-    keys, rows = [*shapes], [math.prod(shape[:-1]) for shape in shapes.values()]
+    if any(each[-1:] != shape[-1:] for each in sources.values()):
+        return []
+    rows = [math.prod(each[:-1]) for each in sources.values()]
     numbers = torch.arange(sum(rows)).split(rows)
-    tensors = {key: each.view(*shape[:-1], 1) for (key, shape), each in zip(shapes.items(), numbers)}
-    plain = model.get_parameter(name)
-    converted = _converted(model, tensors, {name: ((*plain.shape[:-1], 1), torch.int64)}, convert)
-    order, places = converted[name].flatten(), torch.full((sum(rows),), -1)
-    places[order] = torch.arange(len(order))  # of the rows in the parameter
-    found, row_bytes = [], plain.shape[-1] * plain.itemsize
-    for key, own in zip(keys, places.split(rows)):
-        first = int(own[0])
-        if first < 0 or not torch.equal(own, torch.arange(first, first + len(own))):
-            return {}
-        found.append(replace(ranges[key], buffer_offset=first * row_bytes))
-    return {name: sorted(found, key=lambda each: each.buffer_offset)}
+    tensors = {key: own.view(*each[:-1], 1) for (key, each), own in zip(sources.items(), numbers)}
+    try:
+        order = _converted(model, tensors, {name: ((*shape[:-1], 1), torch.int64)}, convert)[name].flatten()
+    except RunError:  # the converter does not act on rows
+        return []
+    places = torch.full((sum(rows),), -1)
+    places[order] = torch.arange(len(order))  # of the rows in the tensor
+    first = [int(own[0]) for own in places.split(rows)]
+    contiguous = (torch.arange(row, row + count) for row, count in zip(first, rows))
+    return first if torch.equal(places, torch.cat([*contiguous])) and min(first) >= 0 else []
 
 
 def _converted(

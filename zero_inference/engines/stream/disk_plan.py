@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.disk import extents_in_file
 from zero_inference.engines.stream.placement import GIB, Placement
+from zero_inference.kernels.formats import WeightFormat
 from zero_inference.models.checkpoint_files import find_shards
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.stored_weights import plain_in_files
+from zero_inference.models.stored_weights import tensors_in_files
 from zero_inference.utils.direct_io import Extent, aligned_up, can_read_directly
 from zero_inference.utils.format import file_stem
 
@@ -91,35 +92,51 @@ def _in_checkpoint(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]
 
     They are on the disk of --offload-dir if that is given, and it allows direct reads.
     """
-    if job.quantized:
+    formats = job.stored_formats
+    if job.quantized and not formats:
         return {}
     model, config = job.empty_model.model, job.config
     prefix, layers = decoder_layers(model)
+    names = frozenset(f"{prefix}.{name}" for name, _ in layers.named_parameters())
 
-    def find() -> dict[str, list[Extent]]:
-        found = plain_in_files(model, job.spec, frozenset(f"{prefix}.{name}" for name, _ in layers.named_parameters()))
+    def find() -> dict[str, dict[str, list[Extent]]]:
+        found = tensors_in_files(model, job.spec, names, formats)
         folder = next((each for each in (config.offload_path, *config.offload_path.parents) if each.exists()), None)
         given = config.offload_dir != DEFAULTS["offload_dir"] and folder is not None
+        paths = {name: {each.path for part in parts.values() for each in part} for name, parts in found.items()}
         good = {
-            path: can_read_directly(path) and not (given and path.stat().st_dev != folder.stat().st_dev)
-            for path in {each.path for extents in found.values() for each in extents}
+            path
+            for path in set().union(*paths.values())
+            if can_read_directly(path) and not (given and path.stat().st_dev != folder.stat().st_dev)
         }
-        return {name: extents for name, extents in found.items() if all(good[each.path] for each in extents)}
+        return {name: parts for name, parts in found.items() if paths[name] <= good}
 
-    key = "plain in files", job.spec.weights_are_here, config.offload_dir
+    key = "in files", bool(formats), job.spec.weights_are_here, config.offload_dir
     if not job.empty_model.is_empty:
-        ranges = job.empty_model.facts.get(key, {})
+        tensors = job.empty_model.facts.get(key, {})
     else:
-        ranges = job.empty_model.cached(key, find)
-    result = {}
-    for index, block in enumerate(blocks if ranges else ()):
-        parameters = block.layout.parameters
-        names = [block.full_name(prefix, each.name) for each in parameters]
-        if ranges.keys() >= set(names) and not any(each.packed or each.transposed for each in parameters):
-            stored = zip(names, parameters)
-            result[index] = [
-                replace(extent, buffer_offset=each.plain.offset + extent.buffer_offset)
-                for name, each in stored
-                for extent in ranges[name]
-            ]
-    return result
+        tensors = job.empty_model.cached(key, find)
+    found = {index: _extents(block, prefix, tensors, formats) for index, block in enumerate(blocks if tensors else ())}
+    return {index: extents for index, extents in found.items() if extents}
+
+
+def _extents(
+    block: Block,
+    prefix: str,
+    tensors: Mapping[str, Mapping[str, list[Extent]]],
+    formats: Mapping[str, tuple[WeightFormat, bool]],
+) -> list[Extent]:
+    """Return where the bytes of a block's buffer are, of parameter -> tensor -> bytes of it; empty if files do not have all of them."""
+    extents = []
+    for each in block.layout.parameters:
+        name, packed = block.full_name(prefix, each.name), each.packed
+        spans = {"values": each.plain} if packed is None else packed.spans
+        own_format = not each.transposed if packed is None else name in formats and packed.format == formats[name][0]
+        if not own_format or tensors.get(name, {}).keys() != spans.keys():
+            return []
+        extents += [
+            replace(extent, buffer_offset=spans[part].offset + extent.buffer_offset)
+            for part, of_part in tensors[name].items()
+            for extent in of_part
+        ]
+    return extents

@@ -106,6 +106,7 @@ class StoredWeight:
         read: returns its tensors.
         transposed: the model has [..., K, N].
         column_order: int64 [K]: column k of the codes is column column_order[k] of the weight; None: they are in order.
+        in_files: tensor of `QuantizedWeight` -> key of the tensor in the checkpoint that has the same bytes, for those where there is one.
     """
 
     shape: tuple[int, ...]
@@ -113,6 +114,7 @@ class StoredWeight:
     read: Callable[[], QuantizedWeight]
     transposed: bool = False
     column_order: Tensor | None = None
+    in_files: Mapping[str, str] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
 
     def __getitem__(self, index: Any) -> Tensor:

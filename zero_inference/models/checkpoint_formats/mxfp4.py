@@ -44,4 +44,5 @@ class Mxfp4(CheckpointFormat):
         def read() -> QuantizedWeight:
             return QuantizedWeight(FORMAT, blocks().reshape(*rows, -1), scales().view(torch.float8_e8m0fnu))
 
-        return StoredWeight((*rows, blocks.shape[-2] * GROUP), FORMAT, read, transposed=True)
+        shape = *rows, blocks.shape[-2] * GROUP
+        return StoredWeight(shape, FORMAT, read, transposed=True, in_files=parts.keys)

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from zero_inference.errors import RunError
 from zero_inference.kernels.formats import Codes, QuantizedWeight, WeightFormat
-from zero_inference.models.checkpoint_formats.base import BYTES, E8M0, FLOATS, FP8, WORDS, Parts, StoredWeight
+from zero_inference.models.checkpoint_formats.base import (
+    BYTES,
+    E8M0,
+    FLOATS,
+    FP8,
+    WORDS,
+    Parts,
+    StoredWeight,
+    dtype_and_shape,
+)
 
 ROW_SCALED = WeightFormat(Codes.E4M3, row_scales=True)
 # Ends of keys of scales for activations and a KV cache in 8 bits: both have 16 bits here.
@@ -56,7 +65,9 @@ def block_scaled(parts: Parts, rows: int, columns: int) -> StoredWeight:
             of_blocks = of_blocks.repeat_interleave(rows, -2)[..., : shape[-2], :]
         return QuantizedWeight(form, codes().view(torch.uint8), of_blocks.contiguous())
 
-    return StoredWeight(shape, form, read)
+    same = dtype_and_shape(scales.tensor)[0] in ("F32", "float32") and form.group_rows == rows
+    in_files = {part: parts.keys[part] for part in ("codes", "scales")[: 1 + same]}
+    return StoredWeight(shape, form, read, in_files=in_files)
 
 
 def e2m1_format(group_size: int, has_factor: bool, divides: bool = False) -> WeightFormat:
