@@ -577,7 +577,7 @@ def _place(job: Job, divided: bool, depth: int | None = None, caches_experts: bo
         budget = host_budget(job, placed)
         if budget is None:
             return placed
-        if not job.on_gpu and depth is None and config.ring_depth is None:  # its slots are host memory
+        if not job.free_by_device and depth is None and config.ring_depth is None:  # its slots are host memory
             placed = replace(placed, ring_depth=min(placed.ring_depth, DEFAULT_RING_DEPTH))
         return placed.with_host_budget(budget, job.step_tokens if caches_experts and config.cpu_share != 0 else 0)
 
