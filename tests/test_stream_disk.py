@@ -326,8 +326,9 @@ def test_the_least_used_experts_are_evicted(models, tmp_path):
     assert host.slots_for(one, [0, 1, 2, 0]).keys() == {0, 1, 2} and host.slot_of[1].max() == -1
 
     # a prompt
+    assert host.slots_for(one, [0, 4]) == {0: host.slot_of[0, 0], 4: 3}, "a token that needs one expert less"
     read = transfers.disk_read_bytes
-    host.count_uses(other, torch.tensor([[0, 3]] * 3))
+    host.count_uses(other, torch.tensor([[0, 3], [3, 0], [0, 4], [0, 3]]))
     host.fill(other, on_disk(other), on_device=[3])
     host.count_uses(blocks[2], torch.tensor([[1, 2]]))
     host.fill(blocks[2], on_disk(blocks[2]), on_device=[])

@@ -251,17 +251,18 @@ def _first_rows(
     if any(each[-1:] != shape[-1:] for each in sources.values()):
         return []
     rows = [math.prod(each[:-1]) for each in sources.values()]
-    numbers = torch.arange(sum(rows)).split(rows)
+    numbers = torch.arange(1, 1 + sum(rows)).split(rows)
     tensors = {key: own.view(*each[:-1], 1) for (key, each), own in zip(sources.items(), numbers)}
     try:
         order = _converted(model, tensors, {name: ((*shape[:-1], 1), torch.int64)}, convert)[name].flatten()
     except RunError:  # the converter does not act on rows
         return []
-    places = torch.full((sum(rows),), -1)
-    places[order] = torch.arange(len(order))  # of the rows in the tensor
+    if not torch.equal(order.sort().values, torch.cat(numbers)):  # it adds to values, for one
+        return []
+    places = order.argsort()  # of the rows in the tensor
     first = [int(own[0]) for own in places.split(rows)]
     contiguous = (torch.arange(row, row + count) for row, count in zip(first, rows))
-    return first if torch.equal(places, torch.cat([*contiguous])) and min(first) >= 0 else []
+    return first if torch.equal(places, torch.cat([*contiguous])) else []
 
 
 def _converted(

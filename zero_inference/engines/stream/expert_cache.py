@@ -452,11 +452,14 @@ class HostExperts:
         """Return the slots of experts that the tokens of a pass have chosen, once those that were missing are read.
 
         Args:
-            chosen: one for each token and expert.
+            chosen: one for each token and expert; some mixtures mark with the number of experts that a token needs one expert less, which
+                gets no slot, but a number after the last one.
 
         Raises:
             RunError: the disk cannot be read.
         """
+        none = {expert: len(self.owner) for expert in chosen if expert >= self.experts}
+        chosen = [expert for expert in chosen if expert not in none]
         row, needed = self.row_of[block], sorted(set(chosen))
         assert len(needed) <= len(self.owner), "the plan has slots for the experts of a decode pass"
         self.choices += len(chosen)
@@ -477,12 +480,12 @@ class HostExperts:
             raise
         self.owner[slots] = [(row, expert) for expert in missing] or np.empty((0, 2), int)
         self.slot_of[row, missing] = slots
-        return {expert: int(self.slot_of[row, expert]) for expert in needed}
+        return none | {expert: int(self.slot_of[row, expert]) for expert in needed}
 
     def count_uses(self, block: int, chosen: torch.Tensor) -> None:
         """Count the use of `chosen` [tokens, k] in a pass that the device computes; waits for the device."""
-        tokens, counts = len(chosen), torch.bincount(chosen.reshape(-1), minlength=self.experts).tolist()
-        row = self.row_of[block]
+        tokens, row = len(chosen), self.row_of[block]
+        counts = torch.bincount(chosen.reshape(-1), minlength=self.experts)[: self.experts].tolist()
         self.uses[row] = USE_DECAY**tokens * self.uses[row] + _mean_use(tokens) * np.array(counts)
 
     def fill(self, block: int, buffer: torch.Tensor, on_device: Collection[int]) -> None:
