@@ -192,7 +192,8 @@ def tensors_in_files(
         shapes = _tensor_shapes(model.get_parameter(name), formats.get(name))
         for part, of_part in sources[name].items():
             shape, dtype = shapes[part]
-            found, first_rows = [ranges.get(key) for key, _ in of_part.values()], [0]
+            extents = [ranges[key] for key, _ in of_part.values() if key in ranges]
+            first_rows = [0]
             if any(wanted[key][1] for key in of_part):
                 alike = shape, *((re.sub(LAYER, ".", key, count=1), each[1]) for key, each in of_part.items())
                 if alike not in rows_of:
@@ -202,10 +203,10 @@ def tensors_in_files(
                 first_rows = rows_of[alike]
             elif [each for _, each in of_part.values()] != [shape]:
                 first_rows = []
-            if not first_rows or None in found:  # other rows, or files of another kind
+            if len(first_rows) != len(extents):  # other rows, or files of another kind
                 break
             row_bytes = shape[-1] * dtype.itemsize
-            parts[part] = [replace(extent, buffer_offset=row * row_bytes) for extent, row in zip(found, first_rows)]
+            parts[part] = [replace(extent, buffer_offset=row * row_bytes) for extent, row in zip(extents, first_rows)]
     return {name: parts for name, parts in result.items() if parts.keys() == sources[name].keys()}
 
 
