@@ -234,7 +234,8 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         if path.suffix == ".safetensors":
             try:
                 opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except RuntimeError as error:  # Linux maps no file that is larger than memory and swap together
+            except RuntimeError as error:
+                # PyTorch maps files private and writable, which Linux refuses if they are larger than memory and swap
                 if not is_out_of_memory(error):
                     raise
                 opened = files.enter_context(safe_open(path, framework="pt", device="cpu", backend="pread"))

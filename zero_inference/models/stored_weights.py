@@ -155,8 +155,8 @@ def parameter_of_key(model: nn.Module, mapping: Iterable[Any], keys: Iterable[st
 def tensors_in_files(
     model: nn.Module, spec: ModelSpec, names: Collection[str], formats: Mapping[str, tuple[WeightFormat, bool]]
 ) -> dict[str, dict[str, list[Extent]]]:
-    """Return where safetensors files have the tensors of the parameters `names`, row by row as an engine stores them, while rows of several
-    tensors may be fused. Other parameters are left out.
+    """Return where safetensors files have the tensors of the parameters `names` as an engine stores them. Several tensors may make up one
+    parameter (fused experts), if the rows of each stay together. Other parameters are left out.
 
     Args:
         formats: of the weights that are kept as they are stored, as `stored_formats` gives them.
@@ -213,7 +213,8 @@ def tensors_in_files(
 def _as_stored(
     key: str, tensor: Any, plain: Tensor, kept: tuple[WeightFormat, bool] | None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return (key, shape) of each tensor that a weight of the checkpoint has as an engine stores it; empty if not all are so."""
+    """Return (key, shape) of each tensor that a weight of the checkpoint has as an engine stores it; empty if one would have to be
+    converted."""
     if kept is None:
         if isinstance(tensor, StoredWeight):
             return {}
@@ -242,12 +243,12 @@ def _tensor_shapes(
 def _first_rows(
     model: nn.Module, name: str, shape: tuple[int, ...], sources: Mapping[str, tuple[int, ...]], convert: Convert
 ) -> list[int]:
-    """Return the first row of each source in a tensor of parameter `name`; empty if a source is no contiguous part of it. `convert` acts on
-    numbers of rows as it does on the rows.
+    """Return the first row of each source in a tensor of parameter `name`; empty if a source is no contiguous part of it.
 
     Args:
         shape: of the tensor.
         sources: checkpoint key -> shape.
+        convert: is called with numbers of rows instead of rows.
     """
     if any(each[-1:] != shape[-1:] for each in sources.values()):
         return []

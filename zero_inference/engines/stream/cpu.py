@@ -26,8 +26,8 @@ from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_o
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.timing import Transfers
 
-# The same as `SPIN_US` where the device waits for the disk for longer than that between most layers: spinning threads only keep CPUs from
-# those that read.
+# Replaces `SPIN_US` where weights are on disk: between layers the CPU waits tens of milliseconds for reads, and spinning threads take CPUs
+# from the threads that read.
 DISK_SPIN_US = 200
 
 
@@ -35,7 +35,7 @@ class CpuBlock(SharedInput):
     """A CPU-computed block: its feed-forward as one task, or its linear modules, of which those with the same input are one task.
 
     Args:
-        buffers: of which one holds the block when it is computed.
+        buffers: the block in host memory, or one for each slot of a ring buffer.
 
     Attributes:
         slot: number of that buffer.

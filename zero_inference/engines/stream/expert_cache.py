@@ -452,8 +452,8 @@ class HostExperts:
         """Return the slots of experts that the tokens of a pass have chosen, once those that were missing are read.
 
         Args:
-            chosen: one for each token and expert; some mixtures mark with the number of experts that a token needs one expert less, which
-                gets no slot, but a number after the last one.
+            chosen: an expert id for each token and choice. An id equal to the number of experts stands for no expert; it maps to the
+                number of slots, which the CPU ignores.
 
         Raises:
             RunError: the disk cannot be read.

@@ -73,7 +73,7 @@ class Placement:
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
     format: WeightFormat | None = None  # of most quantized weights; None where all have the model's dtype
     fuses_codes: bool = False  # the device has a kernel for products with these codes
-    multiplies_slots: bool = False  # without a GPU, the CPU multiplies the codes of blocks on disk in the ring's slots
+    cpu_multiplies_codes: bool = False  # without a GPU: also those of blocks on disk, in the ring's slots
     graphs: bool = False  # decode steps are CUDA graphs, so each block has the same slot in every step
 
     @property
@@ -110,7 +110,7 @@ class Placement:
 
     @property
     def computable(self) -> list[int]:
-        host = {*self.in_host_memory, *(self.on_disk if self.multiplies_slots else self.cached_on_host)}
+        host = {*self.in_host_memory, *(self.on_disk if self.cpu_multiplies_codes else self.cached_on_host)}
         return [block for block in self.offloaded if block in host and self.blocks[block].computable]
 
     @property
@@ -357,7 +357,7 @@ class Placement:
 
     def with_even_cpu_share(self, share: float) -> Placement:
         """Return the placement with about `share` of the bytes in host memory CPU-computed, in whole, evenly spread blocks."""
-        blocks = self.offloaded if self.multiplies_slots else self.in_host_memory
+        blocks = self.offloaded if self.cpu_multiplies_codes else self.in_host_memory
         return replace(self, cpu_computed=frozenset(self._spread_evenly(blocks, share)) | self.cached_on_host)
 
     def with_cpu_shares(self, of_experts: float, of_others: float) -> Placement:
