@@ -4,7 +4,7 @@
 
 For each size of a request and each number of requests at once it prints the GB/s of reading a part of a new file into page-locked memory.
 With `--spin` it prints instead how fast threads read while all CPUs but one spin, as idle threads of the CPU backend do: 128 MiB after
-128 MiB, four requested at once, and 110 MiB (an expert of Mixtral-8x7B in 4 bits) after pauses.
+128 MiB, four requested at once, and 110 MiB (about an expert of Mixtral-8x7B in 4 bits) after pauses.
 """
 
 from __future__ import annotations

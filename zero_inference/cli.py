@@ -69,8 +69,8 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s MODEL [options]"
     parser.description = (
         "Write a model's weights to a file in --offload-dir. Runs of --engine stream with the same model, --quant-bits, --dtype and "
-        "--offload-dir then read from it what is on NVMe, and do not write it anew. Checkpoints in 16 bits need no conversion, unless "
-        "their weights are fused or transposed. Remove the file when you need it no more."
+        "--offload-dir then read from it what is on NVMe, and do not write it anew. Checkpoints in 16 bits, in FP8 with block scales in "
+        "float32 and in MXFP4 need no conversion, unless their weights are transposed. Remove the file when you need it no more."
     )
     parser.epilog = examples("zero-inference convert llama-2-13b --dummy --quant-bits 4 --offload-dir /mnt/nvme")
     add_model(parser, replace(OPTIONS["model"], default=None))

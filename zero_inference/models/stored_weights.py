@@ -203,9 +203,9 @@ def tensors_in_files(
                 first_rows = rows_of[alike]
             elif [each for _, each in of_part.values()] != [shape]:
                 first_rows = []
-            if len(first_rows) != len(extents):  # other rows, or files of another kind
+            if not extents or len(first_rows) != len(extents):  # other rows, or files of another kind
                 break
-            row_bytes = shape[-1] * dtype.itemsize
+            row_bytes = math.prod(shape[-1:]) * dtype.itemsize
             parts[part] = [replace(extent, buffer_offset=row * row_bytes) for extent, row in zip(extents, first_rows)]
     return {name: parts for name, parts in result.items() if parts.keys() == sources[name].keys()}
 
