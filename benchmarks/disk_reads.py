@@ -19,10 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
+from zero_inference.engines.stream.disk import PIECE_BYTES
 from zero_inference.hardware.bench_copies import random_bytes
 from zero_inference.utils.direct_io import DirectIO, open_direct
 from zero_inference.utils.host_memory import host_empty
@@ -30,7 +32,7 @@ from zero_inference.utils.host_memory import host_empty
 MIB = 1 << 20
 REQUESTS_MIB, DEPTHS = (1, 2, 4, 8, 16), (4, 8, 16, 32, 64)
 PART_BYTES = 1 << 30  # of a measurement
-PIECE_BYTES, EXPERT_BYTES = 128 << 20, 110 << 20
+EXPERT_BYTES = 110 << 20
 SPIN_S, PAUSE_S = 1.2, 0.004
 
 
@@ -91,13 +93,13 @@ def compare_spinning(path: Path, memory: torch.Tensor) -> None:
         spinning = [subprocess.Popen([sys.executable, "-c", loop, str(cpu)]) for cpu in others if spin]
         try:
             os.sched_setaffinity(0, cpus)  # which the threads inherit
-            io = DirectIO()
-            rates = [measure(io, file, memory, parts) for measure in (sustained_gb_per_s, single_gb_per_s)]
-            io.close()
+            with closing(DirectIO()) as io:
+                rates = [measure(io, file, memory, parts) for measure in (sustained_gb_per_s, single_gb_per_s)]
         finally:
             os.sched_setaffinity(0, all_cpus)
             for each in spinning:
                 each.kill()
+                each.wait()
         where = f"{'on one CPU' if len(cpus) == 1 else 'on all CPUs'}{', others spin' * spin}"
         print(f"{where:25} sustained {rates[0]:.2f}, single {rates[1]:.2f} GB/s", flush=True)
 

@@ -20,7 +20,7 @@ from zero_inference.models.checkpoint_formats import checkpoint_format
 from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.models.stored_weights import stored_formats
+from zero_inference.models.stored_weights import _first_rows, stored_formats
 from zero_inference.records.read import read_records
 
 BATCH, PROMPT, GEN = 2, 8, 6
@@ -149,6 +149,27 @@ def test_they_are_read_from_disk_in_place_where_their_bytes_are_those_of_the_eng
     assert run(quantized, tmp_path, "--engine", "stream", "--disk-offload", "--gpu-memory", 0) == 0
     assert read_records(tmp_path / "run.jsonl")[-1]["output_ids_sha256"] == expected
     assert ("weights on disk are read from the checkpoint's files\n" in capfd.readouterr().err) == in_place
+
+
+def of_parameter(change):
+    """Return where the rows of a [2, 4, 3] parameter are by its two sources [4, 3], which a converter stacks after `change`."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.empty(2, 4, 3, device="meta"), requires_grad=False)
+
+    def convert(tensors: dict) -> None:
+        found = torch.stack([change(each) for each in tensors.values()])
+        if found.shape != model.w.shape:
+            raise RunError("another shape")
+        model.w = nn.Parameter(found, requires_grad=False)
+
+    return _first_rows(model, "w", (2, 4, 3), {"a": (4, 3), "b": (4, 3)}, convert)
+
+
+def test_rows_are_read_in_place_only_where_they_stay_together_and_as_they_are():
+    assert of_parameter(lambda rows: rows) == [0, 4]
+    assert of_parameter(lambda rows: rows[[0, 2, 1, 3]]) == [], "interleaved"
+    assert of_parameter(lambda rows: rows + 1) == of_parameter(lambda rows: rows * 2) == []
+    assert of_parameter(lambda rows: rows.T) == [], "transposed"
 
 
 @pytest.mark.parametrize(

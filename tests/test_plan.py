@@ -254,7 +254,7 @@ def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
 
 
 def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch, presets_built_once):
-    """On a CPU, where weights are used where they are by accelerate, and a ring may be smaller than a link would want it; with no disk."""
+    """On a CPU, where accelerate uses weights where they are, and a ring has few slots; with no disk."""
     monkeypatch.setattr(machine.Machine, "disk_free_bytes", lambda self, folder: None)
 
     def refusal(host_mib: int, **options) -> str | None:
@@ -272,8 +272,8 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch, presets_built
     assert refusal(1000, model="bloom-560m", engine="accelerate").endswith(
         "a machine with more memory, or a smaller model."
     )
-    assert "use one of: --ring-depth 2; --quant-bits" in refusal(4000, model="opt-1.3b", engine="stream")
-    assert refusal(4000, model="opt-1.3b", engine="stream", ring_depth=2) is None
+    assert "use one of: --ring-depth 2; --quant-bits" in refusal(2750, model="opt-1.3b", engine="stream")
+    assert refusal(2750, model="opt-1.3b", engine="stream", ring_depth=2) is None
     assert refusal(1000, model="opt-13b", engine="stream", ring_depth=2).endswith(
         "more GPUs, nodes or memory, or a smaller model."
     )

@@ -21,7 +21,7 @@ from zero_inference.config.options import MULTI_GPU_ENGINES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.placement import plan_placement
+from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, plan_placement
 from zero_inference.engines.stream.streams import BlockSpan, ComputeStreams, Copy, DeviceStreams, DeviceTimeline
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware import bench_copies
@@ -445,8 +445,10 @@ def test_plans_fit_and_their_advice_works(seed):
 
 
 def test_the_ring_covers_the_time_between_two_tokens():
-    ahead = plan_placement(layers_of(*[630 << 20] * 40), 0, [None], 0, None).ring_depth - 1
+    layers = layers_of(*[630 << 20] * 40)
+    ahead = plan_placement(layers, 0, [1 << 40], 0, None).ring_depth - 1
     assert 0.05 <= ahead * (630 << 20) / 55e9 < 0.065
+    assert plan_placement(layers, 0, [None], 0, None).ring_depth == DEFAULT_RING_DEPTH, "on a CPU, in host memory"
 
 
 class Moment:

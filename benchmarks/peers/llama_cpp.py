@@ -82,7 +82,7 @@ def main() -> int:
         part.rename(weights)
     print(f"{weights}: {weight_bytes / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     try:
-        with memory_limit(args.host_memory):
+        with memory_limit(args.host_memory) as free_bytes:
             rows = measure_options(programs, weights, args) if args.cuda else measure(programs, weights, args)
     finally:
         if not args.keep:
@@ -96,7 +96,7 @@ def main() -> int:
         "threads": args.threads,
         "prompt_len": args.prompt_len,
         "gen_len": args.gen_len,
-        "host_memory_gib": args.host_memory,
+        "free_host_memory_gib": free_bytes / 2**30,
         "rows": rows,
     }
     text = json.dumps(result, indent=1)
@@ -189,10 +189,10 @@ def logged(command: list, work: Path) -> None:
 
 
 @contextmanager
-def memory_limit(gib: float | None) -> Iterator[None]:
-    """Let other processes hold all free memory but `gib`; files in the page cache leave it."""
+def memory_limit(gib: float | None) -> Iterator[int]:
+    """Let other processes hold all free memory but `gib`; files in the page cache leave it. Yield the bytes that are then free."""
     if gib is None:
-        yield
+        yield available_host_bytes()
         return
     nbytes = (available_host_bytes() - int(gib * 2**30)) // HOLDERS
     hold = (
@@ -204,11 +204,11 @@ def memory_limit(gib: float | None) -> Iterator[None]:
     try:
         if any(each.stdout.readline() != "held\n" for each in holders):
             raise SystemExit(f"error: --host-memory {gib}: the rest of the memory could not be taken.")
-        print(f"{available_host_bytes() / 2**30:.1f} GiB are free", file=sys.stderr, flush=True)
-        yield
+        yield available_host_bytes()
     finally:
         for each in holders:
             each.kill()
+            each.wait()
 
 
 def measure_options(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -170,44 +170,37 @@ def tensors_in_files(
         return {}
     shards = Shards(spec.checkpoint_folder(), spec.checkpoint_format, spec.dtype)
     mapping = get_model_conversion_mapping(model)
-    of_model = parameter_of_key(model, mapping, shards.keys)
-    wanted = {key: found for key, found in of_model.items() if found[0] in names}
     convert = partial(convert_tensors, model, mapping=mapping, dtype=spec.dtype, folder=shards.folder)
-    # parameter -> tensor -> key of the weight -> (key of the tensor, shape)
-    sources: dict[str, dict[str, dict[str, tuple[str, tuple[int, ...]]]]] = {}
-    others: set[str] = set()
-    with shards.open([*wanted]) as tensors:
+    parameter_of = {
+        key: name for key, (name, _) in parameter_of_key(model, mapping, shards.keys).items() if name in names
+    }
+    # parameter -> checkpoint key -> tensor -> (key of the tensor, shape)
+    weights: dict[str, dict[str, dict[str, tuple[str, tuple[int, ...]]]]] = {}
+    with shards.open([*parameter_of]) as tensors:
         for key, tensor in tensors.items():
-            name = wanted[key][0]
+            name = parameter_of[key]
             found = _as_stored(key, tensor, model.get_parameter(name), formats.get(name))
-            for part, source in found.items():
-                sources.setdefault(name, {}).setdefault(part, {})[key] = source
-            if not found:
-                others.add(name)
-    keys = [key for of_name in sources.values() for part in of_name.values() for key, _ in part.values()]
+            weights.setdefault(name, {})[key] = found
+    weights = {name: of_name for name, of_name in weights.items() if all(of_name.values())}
+    keys = [key for of_name in weights.values() for parts in of_name.values() for key, _ in parts.values()]
     ranges = {key: Extent(*each) for key, each in shards.byte_ranges(keys).items()}
-    rows_of: dict[Any, list[int]] = {}  # of the same sources in another layer, see `_first_rows`
-    result: dict[str, dict[str, list[Extent]]] = {name: {} for name in sources.keys() - others}
-    for name, parts in result.items():
-        shapes = _tensor_shapes(model.get_parameter(name), formats.get(name))
-        for part, of_part in sources[name].items():
-            shape, dtype = shapes[part]
-            extents = [ranges[key] for key, _ in of_part.values() if key in ranges]
-            first_rows = [0]
-            if any(wanted[key][1] for key in of_part):
-                alike = shape, *((re.sub(LAYER, ".", key, count=1), each[1]) for key, each in of_part.items())
-                if alike not in rows_of:
-                    rows_of[alike] = _first_rows(
-                        model, name, shape, {key: each for key, (_, each) in of_part.items()}, convert
-                    )
-                first_rows = rows_of[alike]
-            elif [each for _, each in of_part.values()] != [shape]:
-                first_rows = []
-            if not extents or len(first_rows) != len(extents):  # other rows, or files of another kind
-                break
+    first_rows: dict[Any, list[int]] = {}  # layers of a kind have the same ones
+    result: dict[str, dict[str, list[Extent]]] = {}
+    for name, of_name in weights.items():
+        result[name] = {}
+        for part, (shape, dtype) in _tensor_shapes(model.get_parameter(name), formats.get(name)).items():
+            shapes = {key: parts[part][1] for key, parts in of_name.items()}
+            alike = shape, *((re.sub(LAYER, ".", key, count=1), each) for key, each in shapes.items())
+            if alike not in first_rows:
+                first_rows[alike] = _first_rows(model, name, shape, shapes, convert)
             row_bytes = math.prod(shape[-1:]) * dtype.itemsize
-            parts[part] = [replace(extent, buffer_offset=row * row_bytes) for extent, row in zip(extents, first_rows)]
-    return {name: parts for name, parts in result.items() if parts.keys() == sources[name].keys()}
+            extents = [ranges[parts[part][0]] for parts in of_name.values() if parts[part][0] in ranges]
+            if len(extents) == len(first_rows[alike]):  # else they are other rows, or in a file of another kind
+                rows = zip(extents, first_rows[alike])
+                result[name][part] = [replace(extent, buffer_offset=row * row_bytes) for extent, row in rows]
+            else:
+                result[name][part] = []
+    return {name: parts for name, parts in result.items() if all(parts.values())}
 
 
 def _as_stored(
@@ -248,7 +241,7 @@ def _first_rows(
     Args:
         shape: of the tensor.
         sources: checkpoint key -> shape.
-        convert: is called with numbers of rows instead of rows.
+        convert: is called with indices of rows instead of rows.
     """
     if any(each[-1:] != shape[-1:] for each in sources.values()):
         return []
@@ -261,10 +254,10 @@ def _first_rows(
         return []
     if not torch.equal(order.sort().values, torch.cat(numbers)):  # it adds to values, for one
         return []
-    places = order.argsort()  # of the rows in the tensor
-    first = [int(own[0]) for own in places.split(rows)]
+    positions = order.argsort()  # of the rows in the tensor
+    first = [int(own[0]) for own in positions.split(rows)]
     contiguous = (torch.arange(row, row + count) for row, count in zip(first, rows))
-    return first if torch.equal(places, torch.cat([*contiguous])) else []
+    return first if torch.equal(positions, torch.cat([*contiguous])) else []
 
 
 def _converted(

@@ -39,7 +39,7 @@ class CpuBlock(SharedInput):
 
     Attributes:
         slot: number of that buffer.
-        whole: by buffer, the task of the whole block; empty where each linear module is computed when it is called.
+        block_tasks: by buffer, the task of the whole block; empty where each linear module is computed when it is called.
         usable: False once a call has more rows than the pass has tokens, such as compressed keys of all positions.
     """
 
@@ -53,13 +53,13 @@ class CpuBlock(SharedInput):
             {name: _weight(linear, name, block.layout, buffer) for name, linear in linears.items()}
             for buffer in buffers
         ]
-        self.tasks: list[dict[tuple[str, ...], Task]] = [{} for _ in buffers]  # by buffer, of modules
+        self.module_tasks: list[dict[tuple[str, ...], Task]] = [{} for _ in buffers]  # by buffer and modules
         stages = (self._feed_forward_stages(block, weights) for weights in self.weights)
-        self.whole = [self._add_task(each) for each in stages if each]
+        self.block_tasks = [self._add_task(each) for each in stages if each]
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for hidden states [..., columns]."""
-        (out,) = self.backend.calls(self.whole[self.slot], x.reshape(-1, x.shape[-1]))
+        (out,) = self.backend.calls(self.block_tasks[self.slot], x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], -1)
 
     def linear(self, name: str, x: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -73,10 +73,10 @@ class CpuBlock(SharedInput):
 
     def finish_observing(self) -> None:
         """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
-        self.usable &= bool(self.whole) or self.together.keys() == self.weights[0].keys()
+        self.usable &= bool(self.block_tasks) or self.together.keys() == self.weights[0].keys()
 
     def products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
-        tasks, weights = self.tasks[self.slot], self.weights[self.slot]
+        tasks, weights = self.module_tasks[self.slot], self.weights[self.slot]
         if names not in tasks:
             tasks[names] = self._add_task([Stage([weights[name] for name in names])])
         outs = self.backend.calls(tasks[names], x.reshape(-1, x.shape[-1]))
@@ -152,15 +152,15 @@ class CpuExperts(CpuBlock):
         counts = None if cache is None else cache.counts
         for buffer in buffers:
             experts = _experts(form, block.layout, buffer)
-            self.whole.append(add_experts(backend.pool, experts, activation, backend.dtype, counts))
-            backend.pool.reserve(self.whole[-1], backend.max_rows, form.top_k)
+            self.block_tasks.append(add_experts(backend.pool, experts, activation, backend.dtype, counts))
+            backend.pool.reserve(self.block_tasks[-1], backend.max_rows, form.top_k)
 
     def feed_forward(  # type: ignore[override]  # it is called with the arguments of the block's module
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the experts' output for hidden states [..., hidden], expert ids [tokens, k] and their weights [tokens, k]."""
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
-        backend, cache, task = self.backend, self.cache, self.whole[self.slot]
+        backend, cache, task = self.backend, self.cache, self.block_tasks[self.slot]
         x = hidden_states.to(backend.dtype).reshape(-1, hidden_states.shape[-1])  # [tokens, hidden]
         expert_ids = top_k_index.to(torch.int64)
         is_prompt = cache is not None and len(expert_ids) > backend.decode_rows

@@ -42,7 +42,7 @@ MIXTURE_SLOWNESS = 2.0
 @dataclass(frozen=True)
 class CpuPlan:
     cpus: tuple[int, ...]  # CPUs of the pool's threads; -1 for a thread that is not bound
-    share: float  # of the bytes in host memory, that the CPU multiplies in a decode step
+    share: float  # of the bytes in host memory (without a GPU of all offloaded ones) that the CPU multiplies in a decode step
     decode_rows: int  # most tokens of a decode step; longer passes fetch everything, except short prompts
     rates: ConcurrentRates | None  # measured rates that gave the share; None without a GPU
     attends: bool = False  # whether the CPU attends over keys and values in host memory
@@ -164,7 +164,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     if not placement.computable and not can_attend:
         if config.cpu_share is None:
             return "host memory has no weights that the CPU backend can multiply"
-        if placement.on_disk:
+        if placement.on_disk and job.on_gpu:
             raise UsageError(
                 f"--cpu-compute {config.cpu_compute}: all weights that the CPU could multiply are on disk; raise --host-memory, or use "
                 "--cpu-compute off."

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +62,9 @@ class DiskBlocks:
     """
 
     def __init__(self, folder: Path, in_place: Mapping[int, Sequence[Extent]], sizes: Mapping[int, int], io: DirectIO):
-        self.io, self.extents, self.written = io, dict(in_place), frozenset(sizes)
+        self.io, self.written = io, frozenset(sizes)
+        # by block, sorted by `buffer_offset`
+        self.extents = {block: sorted(extents, key=_buffer_offset) for block, extents in in_place.items()}
         self.file: int | None = None  # descriptor for writes
         self.closing = ExitStack()
         self.files: dict[Path, int] = {}  # descriptors for reads
@@ -69,17 +72,20 @@ class DiskBlocks:
         with ExitStack() as closing:
             for path in dict.fromkeys(extent.path for extents in in_place.values() for extent in extents):
                 self._open(path, closing)
-            if not sizes:
-                self.closing.push(closing.pop_all())
-                return
-            workspace = OffloadWorkspace(folder)
-            closing.callback(workspace.close)
-            self.path = workspace.path / FILE_NAME
-            self.extents |= extents_in_file(self.path, sizes)
-            reserve(self.path, sum(map(aligned_up, sizes.values())))
-            self.file = _opened(self.path, os.O_WRONLY)
-            closing.callback(os.close, self.file)
+            if sizes:
+                self._create(folder, sizes, closing)
             self.closing.push(closing.pop_all())
+        # by block
+        self.paths = {block: {extent.path for extent in extents} for block, extents in self.extents.items()}
+
+    def _create(self, folder: Path, sizes: Mapping[int, int], closing: ExitStack) -> None:
+        workspace = OffloadWorkspace(folder)
+        closing.callback(workspace.close)
+        self.path = workspace.path / FILE_NAME
+        self.extents |= extents_in_file(self.path, sizes)
+        reserve(self.path, sum(map(aligned_up, sizes.values())))
+        self.file = _opened(self.path, os.O_WRONLY)
+        closing.callback(os.close, self.file)
 
     def empty_buffer(self, block: int) -> torch.Tensor:
         """Return host memory to fill with a block and to `write`: uint8, longer than the block."""
@@ -106,16 +112,21 @@ class DiskBlocks:
             self._open(self.path, self.closing)
 
     def block_bytes(self, block: int) -> int:
-        return max(extent.buffer_offset + extent.nbytes for extent in self.extents[block])
+        last = self.extents[block][-1]
+        return last.buffer_offset + last.nbytes
 
     def read(
         self, block: int, memory: torch.Tensor, begin: int, memory_free: SlotFree | None = None
     ) -> list[Future[int]]:
         """Request the bytes of a block's buffer from `begin` on into `memory`, uint8, as `DirectIO.read`; gaps in it are not read."""
         parts: list[Future[int]] = []
-        for extent in self.extents[block]:
+        extents, end = self.extents[block], begin + memory.numel()
+        start = max(
+            0, bisect_right(extents, begin, key=_buffer_offset) - 1
+        )  # a block of experts may have more than a thousand
+        for extent in takewhile(lambda each: each.buffer_offset < end, islice(extents, start, None)):
             first, last = extent.buffer_offset, extent.buffer_offset + extent.nbytes
-            low, high = max(first, begin), min(last, begin + memory.numel())
+            low, high = max(first, begin), min(last, end)
             if low < high:
                 own, file = memory[low - begin : high - begin], self.files[extent.path]
                 parts += self.io.read(file, own, extent.offset + low - first, memory_free)
@@ -128,13 +139,13 @@ class DiskBlocks:
             RunError: a file cannot be read, is too short, or has changed since it was opened.
         """
         wait(parts)
-        for path in dict.fromkeys(extent.path for extent in self.extents[block]):
+        for path in self.paths[block]:
             if _state(self.files[path]) != self.states[path]:
                 raise RunError(f"{path}: the file has changed while its weights were in use; start the run again.")
         try:
             return sum(part.result() for part in parts)
         except (OSError, RunError) as error:
-            paths = ", ".join(str(path) for path in dict.fromkeys(each.path for each in self.extents[block]))
+            paths = ", ".join(map(str, sorted(self.paths[block])))
             raise RunError(f"{paths}: could not be read ({getattr(error, 'strerror', None) or error}).") from error
 
     def _open(self, path: Path, closing: ExitStack) -> None:
@@ -256,6 +267,10 @@ class DiskReader:
             wait(read.parts)
             self.free.append((read.slot, None))
         self.reads.clear()
+
+
+def _buffer_offset(extent: Extent) -> int:
+    return extent.buffer_offset
 
 
 def _opened(path: Path, flags: int = os.O_RDONLY) -> int:

@@ -88,7 +88,7 @@ def _is_complete(path: Path, nbytes: int) -> bool:
 
 
 def _in_checkpoint(job: Job, blocks: Sequence[Block]) -> dict[int, list[Extent]]:
-    """Return the blocks that may be read from the checkpoint's files: all that it stores as the model has them.
+    """Return the blocks that may be read from the checkpoint's files: all that it stores as the engine does.
 
     They are on the disk of --offload-dir if that is given, and it allows direct reads.
     """

@@ -6,13 +6,13 @@ with the most used experts. In a pass of few tokens the device fetches some of t
 ones; the use count of an expert halves every `HALF_LIFE_PASSES`. All of it is decided on the device, in stream order, so that a CUDA graph
 can contain it. Blocks without slots of their own fetch into memory that they share, and cache nothing.
 
-Of blocks on disk host memory has only some experts (`HostExperts`). The host waits for the ids of chosen experts, reads those that neither
-cache has, and evicts the least used ones, by the same counts.
+For blocks on disk, host memory caches some of the experts (`HostExperts`). The host waits for the ids of the chosen experts, reads those
+that neither cache has, and evicts the least used ones, by the same counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -119,11 +119,6 @@ def _other_ranges(layout: BlockLayout, experts: FusedExperts) -> list[tuple[int,
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
     """View `rows` as 8-byte elements where possible: the kernel that gathers rows copies one element at a time."""
     return rows if rows.shape[1] * rows.element_size() % 8 else rows.view(torch.int64)
-
-
-def _mean_use(tokens: int) -> float:
-    """Return the mean of USE_DECAY**0, ..., USE_DECAY**(tokens - 1): what each use counts in a pass of so many tokens."""
-    return (1 - USE_DECAY**tokens) / (1 - USE_DECAY) / max(1, tokens)
 
 
 class Dispatch(NamedTuple):
@@ -286,10 +281,6 @@ class ExpertCache:
             torch.index_select(_as_words(each.of_block(buffer)), 0, most_used, out=_as_words(each.slots))
         self._fill(most_used)
 
-    def cached_experts(self) -> list[int]:
-        """Return the experts in the slots; waits for the device."""
-        return (self.table[: self.experts.num_experts] >= 0).nonzero().flatten().tolist()
-
     def await_gathering(self) -> None:
         """Let the current stream wait for the last `gather`, which reads the slots, perhaps for the next pass; not in a CUDA graph."""
         if self.gathered is not None:
@@ -298,8 +289,10 @@ class ExpertCache:
     def count_uses(self, chosen: torch.Tensor) -> None:
         """Count the use of `chosen` [tokens, k], as if the tokens had come one after the other."""
         flat, tokens = chosen.reshape(-1).to(torch.int64), chosen[..., 0].numel()
-        use = self.uses.new_full((1,), _mean_use(tokens))
-        self.uses.mul_(USE_DECAY**tokens).scatter_add_(0, flat, use.expand_as(flat))
+        decay = USE_DECAY**tokens
+        # each use counts the mean of USE_DECAY**0, ..., USE_DECAY**(tokens - 1)
+        use = self.uses.new_full((1,), (1 - decay) / (1 - USE_DECAY) / max(1, tokens))
+        self.uses.mul_(decay).scatter_add_(0, flat, use.expand_as(flat))
 
     def dispatch(self, chosen: torch.Tensor) -> Dispatch:
         """Call `dispatch` for a pass of few tokens; `products` or `invalidate` must follow."""
@@ -411,8 +404,6 @@ class ExpertCaches:
 class HostExperts:
     """Caches experts of blocks on disk in host memory for decode passes, in which the CPU multiplies them.
 
-    A prompt, whose blocks pass through the device, fills the cache with the experts that it used most.
-
     All such blocks share the slots of one buffer, which is laid out like a block of as many experts. So a slot is an expert to the CPU
     backend, and the ids of chosen experts become those of slots.
 
@@ -467,13 +458,11 @@ class HostExperts:
         self.uses[row] *= USE_DECAY
         self.uses[row, needed] += 1
         missing = [expert for expert in needed if self.slot_of[row, expert] < 0]
-        slots = self._slots_by_use(row, needed)[1][: len(missing)]
-        self._empty(slots)
+        slots = self._evict(row, needed, len(missing))
         parts: list[Future[int]] = []
         try:
             for expert, slot in zip(missing, slots):
-                for memory, offset in self._pieces(expert, slot):
-                    parts += self.disk.read(block, memory, offset)
+                parts += self._read(block, expert, slot)
             self.transfers.disk_read_bytes += self.disk.finish_read(block, parts)
         except BaseException:
             wait(parts)
@@ -482,50 +471,25 @@ class HostExperts:
         self.slot_of[row, missing] = slots
         return none | {expert: int(self.slot_of[row, expert]) for expert in needed}
 
-    def count_uses(self, block: int, chosen: torch.Tensor) -> None:
-        """Count the use of `chosen` [tokens, k] in a pass that the device computes; waits for the device."""
-        tokens, row = len(chosen), self.row_of[block]
-        counts = torch.bincount(chosen.reshape(-1), minlength=self.experts)[: self.experts].tolist()
-        self.uses[row] = USE_DECAY**tokens * self.uses[row] + _mean_use(tokens) * np.array(counts)
-
-    def fill(self, block: int, buffer: torch.Tensor, on_device: Collection[int]) -> None:
-        """Copy the most used experts of `block`, without those `on_device`, into slots of less used ones, until the block has its even
-        share of the slots.
-
-        Args:
-            buffer: the block on a device, whose current stream copies from it.
-        """
-        row = self.row_of[block]
-        order = [expert for expert in np.argsort(-self.uses[row], kind="stable").tolist() if expert not in on_device]
-        most_used = order[: -(-len(self.owner) // len(self.blocks))]
-        missing = [expert for expert in most_used if self.slot_of[row, expert] < 0]
-        use, by_use = self._slots_by_use(row, most_used)
-        for expert, slot in zip(missing, by_use):
-            if use[slot] >= self.uses[row, expert]:
-                break
-            self._empty([slot])
-            for memory, offset in self._pieces(expert, slot):
-                memory.copy_(buffer[offset : offset + memory.numel()], non_blocking=True)
-            self.owner[slot], self.slot_of[row, expert] = (row, expert), slot
-
     def close(self) -> None:
         self.transfers.expert_counts = None if self.counts_of_device is ExpertCounts else self.counts_of_device
 
-    def _slots_by_use(self, row: int, kept: list[int]) -> tuple[np.ndarray, list[int]]:
-        """Return the use count of the expert in each slot, and the slots in the order in which to fill them: empty ones first, those of
-        experts of `row` to be `kept` last."""
+    def _evict(self, row: int, needed: list[int], count: int) -> list[int]:
+        """Return `count` slots to fill: empty ones first, then those of the least used experts that this pass does not need."""
+        if not count:
+            return []
         rows, experts = self.owner.T
         use = np.where(rows >= 0, self.uses[rows, experts], -1.0)
-        use[self.slot_of[row, kept][self.slot_of[row, kept] >= 0]] = np.inf
-        return use, np.argsort(use, kind="stable").tolist()
-
-    def _empty(self, slots: list[int]) -> None:
-        for slot in slots:
-            if self.owner[slot, 0] >= 0:
-                self.slot_of[tuple(self.owner[slot])] = -1
+        use[self.slot_of[row, needed][self.slot_of[row, needed] >= 0]] = np.inf
+        slots = np.argsort(use, kind="stable")[:count]
+        for slot in slots[rows[slots] >= 0]:
+            self.slot_of[tuple(self.owner[slot])] = -1
         self.owner[slots] = -1
+        return slots.tolist()
 
-    def _pieces(self, expert: int, slot: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield (memory, offset in the block) of each tensor of `expert` in `slot`, uint8."""
+    def _read(self, block: int, expert: int, slot: int) -> list[Future[int]]:
+        parts: list[Future[int]] = []
         for in_block, own, nbytes in self.pieces:
-            yield self.buffer[own + slot * nbytes : own + (slot + 1) * nbytes], in_block + expert * nbytes
+            memory = self.buffer[own + slot * nbytes : own + (slot + 1) * nbytes]
+            parts += self.disk.read(block, memory, in_block + expert * nbytes)
+        return parts

@@ -59,7 +59,7 @@ class Placement:
     layer_devices: Sequence[int] = ()  # the device of each layer; empty: all are on the first one
     on_disk: frozenset[int] = frozenset()  # those of the offloaded blocks that are not in host memory
     host_expert_slots: int = 0  # experts of blocks on disk that host memory caches
-    # blocks that the CPU multiplies in a decode pass: in host memory, or with experts that host memory caches
+    # blocks that the CPU multiplies in a decode pass: in host memory, also in ring slots, or with experts that host memory caches
     cpu_computed: frozenset[int] = frozenset()
     decode_tokens: int = 1  # tokens of a decode pass
     prompt_cpu_computed: frozenset[int] = frozenset()  # the same in the pass of a short prompt
@@ -73,7 +73,7 @@ class Placement:
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
     format: WeightFormat | None = None  # of most quantized weights; None where all have the model's dtype
     fuses_codes: bool = False  # the device has a kernel for products with these codes
-    cpu_multiplies_codes: bool = False  # without a GPU: also those of blocks on disk, in the ring's slots
+    ring_in_host_memory: bool = False  # without a GPU: the CPU multiplies blocks on disk in the ring's slots
     graphs: bool = False  # decode steps are CUDA graphs, so each block has the same slot in every step
 
     @property
@@ -100,8 +100,8 @@ class Placement:
 
     @property
     def streamed(self) -> list[int]:  # in a decode pass
-        multiplied_in_place = self.cpu_computed - self.computed_in_slots
-        return [block for block in self.offloaded if block not in multiplied_in_place]
+        never_copied = self.cpu_computed - self.computed_in_slots
+        return [block for block in self.offloaded if block not in never_copied]
 
     @property
     def computed_in_slots(self) -> frozenset[int]:
@@ -110,7 +110,7 @@ class Placement:
 
     @property
     def computable(self) -> list[int]:
-        host = {*self.in_host_memory, *(self.on_disk if self.cpu_multiplies_codes else self.cached_on_host)}
+        host = {*self.in_host_memory, *(self.on_disk if self.ring_in_host_memory else self.cached_on_host)}
         return [block for block in self.offloaded if block in host and self.blocks[block].computable]
 
     @property
@@ -356,8 +356,9 @@ class Placement:
     # Other placements of the same blocks
 
     def with_even_cpu_share(self, share: float) -> Placement:
-        """Return the placement with about `share` of the bytes in host memory CPU-computed, in whole, evenly spread blocks."""
-        blocks = self.offloaded if self.cpu_multiplies_codes else self.in_host_memory
+        """Return the placement with about `share` of the bytes in host memory, or without a GPU of all offloaded bytes, CPU-computed, in
+        whole, evenly spread blocks."""
+        blocks = self.offloaded if self.ring_in_host_memory else self.in_host_memory
         return replace(self, cpu_computed=frozenset(self._spread_evenly(blocks, share)) | self.cached_on_host)
 
     def with_cpu_shares(self, of_experts: float, of_others: float) -> Placement:
@@ -565,7 +566,8 @@ def plan_placement(
     Args:
         free_bytes: of each device, left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of resident layers on each device; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
-        depth: slots of a ring; None takes `default_ring_depth`, or at least `MIN_RING_DEPTH` where there is less memory.
+        depth: slots of a ring; None takes `default_ring_depth`, or at least `MIN_RING_DEPTH` where there is less memory, and
+            `DEFAULT_RING_DEPTH` on a CPU, where they are host memory.
         layer_devices: of `assign_layers`; empty with one device.
         taken_by: returns what takes the rest of a device's memory, for the error.
 
@@ -582,7 +584,7 @@ def plan_placement(
 
     def place(gib: float | None, depth: int | None) -> Placement:
         """Return the placement for these options, whether or not it fits."""
-        slots = depth or default_ring_depth(blocks)
+        slots = depth or (DEFAULT_RING_DEPTH if None in left else default_ring_depth(blocks))
         short = [room for room, nbytes in zip(left, own_bytes) if room is not None and room < nbytes]  # of space
         if gib is None and short:
             slots = depth or max(MIN_RING_DEPTH, min(slots, min(short) // largest))

@@ -22,7 +22,6 @@ from zero_inference.engines.stream.cpu_plan import (
     CpuPlan,
     cpu_block_s,
     decode_step_s,
-    multiplies_codes,
     plan_cpu,
     plan_short_prompts,
     spare_slots,
@@ -573,12 +572,8 @@ def _place(job: Job, divided: bool, depth: int | None = None, caches_experts: bo
         gathers, form = job.pin_weights or not job.on_gpu, main_format(blocks)
         fuses = form is not None and format_can_fuse(form, job.spec.dtype)
         placed = replace(placement, embedding=embedding, gathers=gathers, graphs=graphs, link_shares=links)
-        placed = replace(placed, format=form, fuses_codes=fuses, cpu_multiplies_codes=multiplies_codes(job))
+        placed = replace(placed, format=form, fuses_codes=fuses, ring_in_host_memory=not job.on_gpu)
         budget = host_budget(job, placed)
-        if budget is not None and not job.free_by_device and depth is None and config.ring_depth is None:
-            # its slots are host memory
-            placed = replace(placed, ring_depth=min(placed.ring_depth, DEFAULT_RING_DEPTH))
-            budget = host_budget(job, placed)
         if budget is None:
             return placed
         return placed.with_host_budget(budget, job.step_tokens if caches_experts and config.cpu_share != 0 else 0)

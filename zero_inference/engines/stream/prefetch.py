@@ -23,7 +23,7 @@ from torch import nn
 from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock
 from zero_inference.engines.stream.devices import LayerDevices
 from zero_inference.engines.stream.disk import DiskReader
-from zero_inference.engines.stream.expert_cache import ExpertCache, HostExperts
+from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed, StoredParameter
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import CodesModule, SharedInput, experts_in_groups, modules_from_codes
@@ -193,8 +193,8 @@ class Prefetcher:
         return frozenset()
 
     def _streamed_in(self, kind: PassKind) -> list[int]:
-        in_place = self._cpu_blocks_in(kind) - self.placement.computed_in_slots
-        return [block for block in self.placement.offloaded if block not in in_place]
+        never_copied = self._cpu_blocks_in(kind) - self.placement.computed_in_slots
+        return [block for block in self.placement.offloaded if block not in never_copied]
 
     def _update_placement(self, cpu_decodes: bool) -> None:
         self.computable -= {index for index in self.computable if not self.blocks[index].cpu.usable}
@@ -251,12 +251,9 @@ class HookedBlock:
         self._dequantize_in_calls()
         codes_modules = self._multiply_codes()
         self.cpu: CpuBlock | None = None
-        self.host_experts: HostExperts | None = None  # the cache of this block's experts in host memory
         if prefetcher.cpu is not None and index in prefetcher.cpu.computable:
             slots = [self.ring.buffer_in(index, slot) for slot in range(len(self.ring.slots))] if self.in_slots else []
             self.cpu = prefetcher.cpu.block(index, module, slots)
-            if index in prefetcher.placement.cached_on_host:
-                self.host_experts = prefetcher.cpu.host_experts
             self.shared_inputs.append(self.cpu)
             self.linears = {name: module.get_submodule(name) for name in self.block.linears}  # without wrappers
             self._install_cpu(self.cpu)
@@ -266,7 +263,6 @@ class HookedBlock:
         prefetcher, index, layout, is_resident = self.prefetcher, self.index, self.layout, self.is_resident
         ring, timeline, layers, is_layer = self.ring, self.timeline, prefetcher.layers, not self.block.module
         views, cache, shared_inputs = self.views, self.cache, self.shared_inputs
-        caches_experts = self.host_experts is not None or (cache is not None and cache.owns_slots)
         is_gathered = index in prefetcher.placement.gathered
         named = dict(self.module.named_parameters())
         of_block = [stored for stored in layout.parameters if not stored.module_only]
@@ -301,9 +297,12 @@ class HookedBlock:
                 else:  # a later micro-batch
                     timeline.block_begins(index)
                 slot = self.slot
-                if caches_experts:
-                    # the experts of each token [tokens, k]
-                    self._fill_caches(args[1] if len(args) > 1 else kwargs.get("top_k_index"))
+                if cache is not None and cache.owns_slots:
+                    chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")  # experts of each token
+                    if layers.is_last_micro_batch:
+                        cache.refill(chosen, ring.buffer_in(index, slot))
+                    elif chosen is not None:
+                        cache.count_uses(chosen)
             if on_cpu:
                 self.cpu.slot = slot
                 return
@@ -333,21 +332,6 @@ class HookedBlock:
             self.module.register_forward_pre_hook(before, with_kwargs=True),
             self.module.register_forward_hook(after),
         )
-
-    def _fill_caches(self, chosen: torch.Tensor | None) -> None:
-        """Count the use of `chosen` experts [tokens, k] of a block that the device computes, and fill the expert caches from its slot."""
-        is_last, buffer = self.prefetcher.layers.is_last_micro_batch, self.ring.buffer_in(self.index, self.slot)
-        on_device: list[int] = []
-        if self.cache is not None and self.cache.owns_slots:
-            if is_last:
-                self.cache.refill(chosen, buffer)
-            elif chosen is not None:
-                self.cache.count_uses(chosen)
-            on_device = self.cache.cached_experts() if self.host_experts is not None else []
-        if self.host_experts is not None and chosen is not None:
-            self.host_experts.count_uses(self.index, chosen)
-            if is_last:
-                self.host_experts.fill(self.index, buffer, on_device)
 
     def finish_observing(self, codes_modules: Sequence[CodesModule]) -> None:
         """Exclude from codes and CPU the modules that the block's first call, with plain weights, did not call: the model reads their
@@ -417,9 +401,9 @@ class HookedBlock:
     def _install_cpu(self, cpu: CpuBlock) -> None:
         """Let the CPU compute the block as a whole, or each of its linear modules, in passes in which it is CPU-computed."""
         prefetcher, index = self.prefetcher, self.index
-        if cpu.whole:
+        if cpu.block_tasks:
             self._replace_forward(
-                self.module, cpu.feed_forward, lambda: index in prefetcher.cpu_computed and bool(cpu.whole)
+                self.module, cpu.feed_forward, lambda: index in prefetcher.cpu_computed and bool(cpu.block_tasks)
             )
             return
         for name, linear in self.linears.items():
@@ -432,8 +416,8 @@ class HookedBlock:
 
     def call_each_module(self) -> None:
         """Stop computing the block as a whole by the CPU, which still multiplies for linear modules; experts have none."""
-        if self.cpu.whole:
-            self.cpu.whole, self.cpu.usable = [], bool(self.linears)
+        if self.cpu.block_tasks:
+            self.cpu.block_tasks, self.cpu.usable = [], bool(self.linears)
             self._install_cpu(self.cpu)
 
     def _replace_forward(

@@ -106,7 +106,7 @@ class StoredWeight:
         read: returns its tensors.
         transposed: the model has [..., K, N].
         column_order: int64 [K]: column k of the codes is column column_order[k] of the weight; None: they are in order.
-        in_files: tensor of `QuantizedWeight` -> key of the tensor in the checkpoint that has the same bytes, for those where there is one.
+        in_files: the checkpoint's key of each tensor of `QuantizedWeight` that it stores byte for byte.
     """
 
     shape: tuple[int, ...]
