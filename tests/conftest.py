@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
@@ -76,13 +77,34 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_objects():
+    """Let objects that were frozen in one file stay so in the next ones."""
+    from zero_inference.utils.interpreter import freeze_existing_objects
+
+    with freeze_existing_objects():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
-def short_full_collections():
+def short_full_collections(frozen_objects):
     """Freeze imported objects: collecting them takes longer than many a test."""
     from zero_inference.utils.interpreter import freeze_existing_objects
 
     with freeze_existing_objects():
         yield
+
+
+@pytest.fixture
+def nothing_frozen(monkeypatch):
+    """Unfreeze all objects for one test."""
+    from zero_inference.utils import interpreter
+
+    monkeypatch.setattr(interpreter, "_frozen", False)
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

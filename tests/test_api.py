@@ -165,7 +165,7 @@ def test_an_unloaded_model_holds_nothing_and_says_so(way, checkpoints, tmp_path)
 
 
 @pytest.mark.parametrize("way", ["stream, cores attend", "accelerate, disk"])
-def test_a_model_that_nobody_holds_goes(way, checkpoints, tmp_path):
+def test_a_model_that_nobody_holds_goes(way, checkpoints, tmp_path, nothing_frozen):
     """As when a notebook's cell is run once more."""
     model = load(checkpoints("llama"), max_length=16, **placed(way, tmp_path))
     model.generate(**batch(1, 5), max_new_tokens=2)
@@ -347,7 +347,7 @@ def test_lm_eval_scores_a_loaded_model(way, readable, tmp_path):
 
 
 @deepspeed_on_cpu
-def test_runs_follow_each_other_in_one_process(checkpoints, tmp_path):
+def test_runs_follow_each_other_in_one_process(checkpoints, tmp_path, nothing_frozen):
     """Of different engines, with a refused one in between, and from another thread."""
     folder, found = checkpoints("llama"), []
     before = signal.getsignal(signal.SIGTERM), gc.isenabled(), gc.get_freeze_count(), sys.excepthook

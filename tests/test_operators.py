@@ -1,6 +1,7 @@
 """What a pass computes and keeps in memory, found on the meta device, against hand computations and the profiler; and what the host takes
 to launch it, measured."""
 
+import functools
 from itertools import accumulate
 
 import pytest
@@ -157,8 +158,11 @@ def test_a_model_that_cannot_be_traced_is_estimated(why, checkpoints, monkeypatc
     assert empty_model.activation_bytes(spec, 2, LENGTH) == 2 * estimate_activation_bytes(spec, LENGTH)
 
 
-def test_repeated_operators_give_the_shapes_of_their_own_arguments():
-    """Results of PyTorch on the CPU, each computed twice: the second time its shape is known."""
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_repeated_operators_give_the_shapes_of_their_own_arguments(default, request):
+    """Results of PyTorch on the CPU, each computed twice: the second time its shape is known. Some have the default dtype."""
+    request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(default)
 
     def results(device):
         whole = torch.ones(2, 3, dtype=torch.int64, device=device)
@@ -167,6 +171,7 @@ def test_repeated_operators_give_the_shapes_of_their_own_arguments():
             yield from (tensor * 2, tensor * 2.0, tensor.sum(-1), tensor.sum(-1, keepdim=True), torch.cat([tensor] * 2))
             yield tensor.mT.contiguous()
             yield tensor.clone().add_(1).unsqueeze(0)
+        yield from (whole / whole, torch.full((2,), 1.0, device=device))
 
     with ShapeCache():
         repeated = [*results("meta"), *results("meta")]

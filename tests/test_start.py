@@ -53,9 +53,8 @@ def test_the_installed_command_does_not_tear_down_what_it_imported():
 
 
 @pytest.fixture(autouse=True)
-def as_before():
+def enabled_again(nothing_frozen):
     yield
-    gc.unfreeze()
     gc.enable()
 
 
@@ -76,6 +75,11 @@ def test_collections_are_put_off_and_come_back_whatever_happens():
     gc.enable()
     interpreter.resume_collections()
     assert gc.get_freeze_count() == 0, "there is nothing to end"
+    with interpreter.freeze_existing_objects():
+        with interpreter.postpone_collections():
+            interpreter.resume_collections()
+        assert gc.get_freeze_count() > 0, "the inner block must not unfreeze"
+    assert gc.get_freeze_count() == 0
 
 
 def test_calls_map_no_memory_however_deep_they_are():
@@ -99,7 +103,6 @@ def test_a_run_loads_with_the_collector_on_and_without_what_was_imported(checkpo
     from zero_inference import runner
     from zero_inference.engines import resident
 
-    gc.unfreeze()  # what `short_full_collections` froze before this file
     seen = []
 
     def watched(function):

@@ -32,7 +32,6 @@ from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.make_plan import make_plan, plan_run
 from zero_inference.planning.plan import build_job
-from zero_inference.utils.interpreter import postpone_collections
 from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN = 2, 9, 8
@@ -255,7 +254,7 @@ def test_the_host_waits_for_the_layers_of_several_gpus(devices):
     torch.cuda.synchronize()
 
 
-def test_loops_run_without_long_collections(checkpoints):
+def test_loops_run_without_long_collections(checkpoints, request):
     loaded, spec, ranks = load(checkpoints("llama"))
     seen = []
     hook = loaded.model.register_forward_pre_hook(lambda *args: seen.append(gc.get_freeze_count()))
@@ -263,8 +262,7 @@ def test_loops_run_without_long_collections(checkpoints):
     hook.remove()
     assert min(seen) > 100_000  # the objects of torch and transformers
     assert gc.get_freeze_count() > 100_000 and gc.isenabled(), "`short_full_collections` goes on"
-    with postpone_collections():  # its end unfreezes all
-        pass
+    request.getfixturevalue("nothing_frozen")
     generate(loaded, spec, ranks)
     assert gc.get_freeze_count() == 0 and gc.isenabled()
     loaded.close()

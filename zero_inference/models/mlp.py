@@ -254,12 +254,10 @@ def _compute_experts(form: FusedExperts, module: nn.Module, x: Tensor, expert_id
         getattr(module, name).mT if form.transposed else getattr(module, name) for name in form.parameters[:2]
     )
     first_bias, last_bias = [getattr(module, name) for name in form.biases] or [x.new_zeros(len(first), 1)] * 2
-    out = torch.zeros_like(x)
-    for row, chosen in enumerate(expert_ids.tolist()):
-        for weight, expert in zip(weights[row], chosen):
-            hidden = form.combined(first[expert] @ x[row] + first_bias[expert])
-            out[row] += weight * (last[expert] @ hidden + last_bias[expert])
-    return out
+    products = torch.einsum("tkoi,ti->tko", first[expert_ids], x)
+    hidden = form.combined(products + first_bias[expert_ids])
+    out = torch.einsum("tkoi,tki->tko", last[expert_ids], hidden) + last_bias[expert_ids]
+    return (weights.unsqueeze(-1) * out).sum(1)
 
 
 MAX_EXPERTS, MAX_CHOSEN = 1024, 32  # limits of the kernel

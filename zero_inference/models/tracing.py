@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -193,9 +193,7 @@ class ShapeCache(TorchDispatchMode):
     PyTorch finds many shapes in Python, 100 to 300 us an operator: a plan of 80 layers took 1.4 s of CPU more.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._outputs: dict[Any, tuple] = {}  # arguments -> size, stride and dtype
+    _outputs: ClassVar[dict[Any, tuple]] = {}  # of all passes: arguments -> size, stride and dtype
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -203,7 +201,7 @@ class ShapeCache(TorchDispatchMode):
 
     def call(self, function: Any, args: tuple, kwargs: dict, given: set[int]) -> Any:
         """Return `function(*args, **kwargs)`; `given`: storages of its inputs."""
-        key = function, _describe_arguments((args, kwargs))
+        key = function, torch.get_default_dtype(), _describe_arguments((args, kwargs))
         if key in self._outputs:
             size, stride, dtype = self._outputs[key]
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")

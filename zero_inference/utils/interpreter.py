@@ -23,7 +23,7 @@ _postponed = _frozen = False  # by this module; gc.get_freeze_count() walks all 
 def postpone_collections() -> Iterator[None]:
     """Disable the collector until `resume_collections` or the end of the block, which restores it, for imports of libraries."""
     global _postponed, _frozen
-    enabled = gc.isenabled()
+    enabled, were_frozen = gc.isenabled(), _frozen
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         gc.collect()  # an earlier run of this process may have left a model on the device
     gc.disable()
@@ -31,8 +31,10 @@ def postpone_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        _postponed = _frozen = False
-        gc.unfreeze()
+        _postponed = False
+        if not were_frozen:
+            _frozen = False
+            gc.unfreeze()
         if enabled:
             gc.enable()
 
