@@ -195,11 +195,8 @@ def tensors_in_files(
                 first_rows[alike] = _first_rows(model, name, shape, shapes, convert)
             row_bytes = math.prod(shape[-1:]) * dtype.itemsize
             extents = [ranges[parts[part][0]] for parts in of_name.values() if parts[part][0] in ranges]
-            if len(extents) == len(first_rows[alike]):  # else they are other rows, or in a file of another kind
-                rows = zip(extents, first_rows[alike])
-                result[name][part] = [replace(extent, buffer_offset=row * row_bytes) for extent, row in rows]
-            else:
-                result[name][part] = []
+            rows = first_rows[alike] if len(extents) == len(of_name) else []  # files of another kind have no ranges
+            result[name][part] = [replace(each, buffer_offset=row * row_bytes) for each, row in zip(extents, rows)]
     return {name: parts for name, parts in result.items() if all(parts.values())}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from itertools import chain, cycle, islice, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ FILE_NAME = "blocks.bin"
 MEASURED_S = 1.0
 PIECE_BYTES = 128 << 20  # that one slot holds: 50 ms of a fast disk
 DISK_SLOTS = 4  # two are read, one is waited for and one is copied to the device
+BUFFER_OFFSET = attrgetter("buffer_offset")  # of an extent
 SlotFree = Callable[[], object]  # returns once a slot may be read into
 
 
@@ -63,8 +65,8 @@ class DiskBlocks:
 
     def __init__(self, folder: Path, in_place: Mapping[int, Sequence[Extent]], sizes: Mapping[int, int], io: DirectIO):
         self.io, self.written = io, frozenset(sizes)
-        # by block, sorted by `buffer_offset`
-        self.extents = {block: sorted(extents, key=_buffer_offset) for block, extents in in_place.items()}
+        # a block of experts may have more than a thousand, which `read` finds by bisection
+        self.extents = {block: sorted(extents, key=BUFFER_OFFSET) for block, extents in in_place.items()}
         self.file: int | None = None  # descriptor for writes
         self.closing = ExitStack()
         self.files: dict[Path, int] = {}  # descriptors for reads
@@ -75,7 +77,6 @@ class DiskBlocks:
             if sizes:
                 self._create(folder, sizes, closing)
             self.closing.push(closing.pop_all())
-        # by block
         self.paths = {block: {extent.path for extent in extents} for block, extents in self.extents.items()}
 
     def _create(self, folder: Path, sizes: Mapping[int, int], closing: ExitStack) -> None:
@@ -121,9 +122,7 @@ class DiskBlocks:
         """Request the bytes of a block's buffer from `begin` on into `memory`, uint8, as `DirectIO.read`; gaps in it are not read."""
         parts: list[Future[int]] = []
         extents, end = self.extents[block], begin + memory.numel()
-        start = max(
-            0, bisect_right(extents, begin, key=_buffer_offset) - 1
-        )  # a block of experts may have more than a thousand
+        start = max(0, bisect_right(extents, begin, key=BUFFER_OFFSET) - 1)
         for extent in takewhile(lambda each: each.buffer_offset < end, islice(extents, start, None)):
             first, last = extent.buffer_offset, extent.buffer_offset + extent.nbytes
             low, high = max(first, begin), min(last, end)
@@ -267,10 +266,6 @@ class DiskReader:
             wait(read.parts)
             self.free.append((read.slot, None))
         self.reads.clear()
-
-
-def _buffer_offset(extent: Extent) -> int:
-    return extent.buffer_offset
 
 
 def _opened(path: Path, flags: int = os.O_RDONLY) -> int:
