@@ -453,6 +453,7 @@ def test_blocks_are_read_from_any_offset_and_in_any_order(tmp_path, monkeypatch)
             assert taken(reader, block) == contents[block], block
         if order:
             assert reader.measure_gb_per_s(seconds=0.01) > 0
+            assert all(part.done() for read in reader.reads for part in read.parts), "as it was before"
             assert taken(reader, order[0]) == contents[order[0]], "what was measured does not count"
     reader.follow([3], begin=20000)
     assert reader.take(3)[2] == (3, 20000, 40000)
@@ -558,9 +559,8 @@ def test_an_offload_that_would_do_nothing_is_refused(checkpoints, tmp_path, capf
     asked = "run_model.py --model llama-2-7b --dummy --engine stream --dry-run --disk-offload --cpu-compute 0.5"
     assert main([*asked.split(), *gpu.split()]) == 2
     assert "are on disk; raise --host-memory" in capfd.readouterr().err
-    assert torch.equal(ids_of(folder, cpu_compute="0.5", **on_disk), plain_ids(folder, IDS, GEN)), (
-        "without a GPU: in slots"
-    )
+    if not torch.cuda.is_available():  # then the CPU multiplies weights in the slots
+        assert torch.equal(ids_of(folder, cpu_compute="0.5", **on_disk), plain_ids(folder, IDS, GEN))
 
 
 @pytest.mark.parametrize("model, bits", [("qwen3-30b-a3b", 16), ("mixtral-8x7b", 4), ("llama-3.1-70b", 4)])

@@ -110,14 +110,10 @@ def measure_rates(
     spec: ModelSpec,
     link: LinkMonitor,
     cpu_backend: CpuBackendUse | None = None,
-    measure_disk: Callable[[], float | None] | None = None,
 ) -> Rates:
-    """Measure the rates, in about a second on a GPU, a quarter without one, and longer for a disk. Those of the CPU are the plan's.
+    """Measure the rates but the disk's, in about a second on a GPU, a quarter without one. Those of the CPU are the plan's.
 
     All links copy at the same time, as in a run.
-
-    Args:
-        measure_disk: returns GB/s; None for a run without weights on disk.
     """
     ranks, kind = link.ranks, link.ranks.device.type
     link.measure(seconds=timing.LINK_S[kind])
@@ -135,7 +131,6 @@ def measure_rates(
         matmul_tflops=_of_fastest(
             link.devices, lambda device: matmul_tflops(device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
         ),
-        disk_gb_per_s=None if measure_disk is None else measure_disk(),
         link_beside_cores_gb_per_s=None if cpu_backend is None else cpu_backend.link_gb_per_s,
         cores_gb_per_s=None if cpu_backend is None else cpu_backend.of_step_gb_per_s,
     )
@@ -145,7 +140,7 @@ def update_rates(
     rates: Rates,
     link: LinkMonitor,
     moved: MovedPerStep,
-    disk_gb_per_s: float | None = None,
+    disk_rounds: Sequence[float | None] = (),
     disk_loops: Sequence[float] = (),
 ) -> Rates:
     """Update `rates` by the rates that the loops measured, and return them. All ranks call it together.
@@ -156,9 +151,9 @@ def update_rates(
 
     Args:
         moved: bytes of a decode step of this rank.
-        disk_gb_per_s: of the disk after the loops; its rate is the mean of this and that before them, because a disk's changes within
-            seconds, or that of the fastest loop if it is higher.
-        disk_loops: GB/s that each loop read.
+        disk_rounds: GB/s of the disk before each loop and after the last; None where it could not be measured. Its rate is the mean,
+            because a disk's changes within seconds, or that of the fastest loop if it is higher.
+        disk_loops: GB/s that this rank read in each loop.
     """
     ranks, rate = link.ranks, link.rate()
     # links that are idle part of the time do not run at once, and would add up to too much
@@ -171,11 +166,11 @@ def update_rates(
         "link_from": source,
         "link_spread": rate.spread_gb_per_s / link_gb_per_s,
     }
-    if rates.disk_gb_per_s is not None and disk_gb_per_s is not None:
-        mean = (rates.disk_gb_per_s + disk_gb_per_s) / 2
-        updated["disk_gb_per_s"], updated["disk_from"] = max(
-            [(mean, "rounds"), *((each, "loops") for each in disk_loops)]
-        )
+    if measured := [each for each in disk_rounds if each is not None]:
+        alone = statistics.fmean(measured)
+        fastest_loop = max((_sum_over_ranks(ranks, each) for each in disk_loops), default=0.0)
+        updated["disk_gb_per_s"], updated["disk_from"] = max((alone, "rounds"), (fastest_loop, "loops"))
+        updated["disk_alone_gb_per_s"] = alone
     if rates.cores_gb_per_s is not None and rates.link_beside_cores_gb_per_s is not None:
         links_gb_per_s = _sum_over_ranks(ranks, link.copied_gb_per_s())
         cpu_bytes = ranks.total(int(moved.cores_bytes_per_step or 0))

@@ -169,7 +169,14 @@ def measure_run(
     measure_disk: Callable[[], float | None] | None = None
     if plan.engine_plan.uses_disk:
         measure_disk = loaded.measure_disk or partial(disks_gb_per_s, config, ranks, loaded.weight_bytes)
-    rates = measure_rates(config, job.spec, link, loaded.cpu_backend, measure_disk)
+    rates = measure_rates(config, job.spec, link, loaded.cpu_backend)
+    disk_rounds: list[float | None] = []
+
+    def between_loops() -> None:
+        link.between_loops()
+        if measure_disk is not None:
+            disk_rounds.append(measure_disk())
+
     compare()
     return_free_memory()  # of the measurement
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
@@ -189,7 +196,7 @@ def measure_run(
             ranks,
             make_cache,
             forced_tokens,
-            between_loops=link.between_loops,
+            between_loops=between_loops,
             progress=task.at,
             warmup_spread=config.warmup_spread,
             speculation=speculation,
@@ -200,12 +207,11 @@ def measure_run(
             f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    disk_gb_per_s, disk_loops = None, []
-    if loaded.measure_disk is not None:
-        disk_gb_per_s = loaded.measure_disk()
-        read = ((loop, loop.moved.disk_read_bytes_per_step) for loop in measurement.loops)
-        disk_loops = [len(loop.step_s) * nbytes / loop.decode_s / 1e9 for loop, nbytes in read if nbytes]
-    rates = update_rates(rates, link, measurement.loops[-1].moved, disk_gb_per_s, disk_loops)
+    disk_loops = [
+        len(loop.step_s) * (loop.moved.disk_read_bytes_per_step or 0) / loop.decode_s / 1e9 if loop.decode_s else 0.0
+        for loop in measurement.loops
+    ]
+    rates = update_rates(rates, link, measurement.loops[-1].moved, disk_rounds, disk_loops)
     return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link, speculation)
 
 

@@ -153,7 +153,8 @@ def limit_in_words(measured: Measured) -> str | None:
         "link_and_cores": f"the limit of link and CPU: {copied} over the link "
         f"({rate(rates.link_beside_cores_gb_per_s)}) and {computed} by the CPU ({rate(rates.cores_gb_per_s)})",
         "disk": f"the disk's limit: {step(moved.disk_read_bytes_per_step)} at {rate(rates.disk_gb_per_s)}"
-        + " (measured in the loops)" * (rates.disk_from == "loops"),
+        + f" (measured in the loops; reads alone {three_digits(rates.disk_alone_gb_per_s or 0)})"
+        * (rates.disk_from == "loops"),
         "device_memory": f"the limit of {memory}, which copies {rate(rates.device_copy_gb_per_s)}",
         "matmul": f"the limit of matrix products: {three_digits(rates.matmul_tflops or 0)} TFLOP/s",
     }.get(limit.bound_by or "")

@@ -224,7 +224,8 @@ class DiskReader:
         self._request_all()
 
     def measure_gb_per_s(self, seconds: float = MEASURED_S) -> float:
-        """Return the rate of reading blocks for so many seconds, with no other work; what was read ahead is read again afterwards."""
+        """Return the rate of reading blocks for so many seconds, with no other work; what was read ahead is then read again, before this
+        returns, so that a prompt that follows begins as any other."""
         resumed = chain([read.piece for read in self.reads], self.upcoming)
         self._drop()
         self.upcoming = self._pieces(cycle(self.blocks), 0)
@@ -241,6 +242,7 @@ class DiskReader:
             self._drop()
             self.upcoming = resumed
             self._request_all()
+            self._wait_for_all()
 
     def close(self) -> None:
         self._drop()
@@ -261,9 +263,13 @@ class DiskReader:
             self.reads.append(_Read(piece, slot, self.disk.read(piece.block, memory, piece.begin, slot_free)))
             self.free.popleft()
 
-    def _drop(self) -> None:
+    def _wait_for_all(self) -> None:
         for read in self.reads:
             wait(read.parts)
+
+    def _drop(self) -> None:
+        self._wait_for_all()
+        for read in self.reads:
             self.free.append((read.slot, None))
         self.reads.clear()
 
