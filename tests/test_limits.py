@@ -98,8 +98,6 @@ def test_a_disk_is_as_fast_as_between_the_loops_on_average_or_as_in_them():
     assert (found.disk_gb_per_s, found.disk_from, found.disk_alone_gb_per_s) == (4.6, "loops", 4.5)
     found = update_rates(RATES, link, NOTHING, disk_rounds=[None, None], disk_loops=[4.6])
     assert found.disk_from is None, "not measurable"
-    three = after_loops(Three(0, 1, 0, 1, CPU), 1.0, 0)
-    assert update_rates(RATES, three, NOTHING, [5.0, 4.0], [2.0]).disk_gb_per_s == 6.0, "the loops of three ranks"
 
 
 def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():

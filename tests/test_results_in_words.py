@@ -11,7 +11,7 @@ from zero_inference.records.hardware import LinkUse, TracedLinkUse
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import Loop, Measured, MovedPerStep, Record
 from zero_inference.records.write import RunLog
-from zero_inference.report.results import cpu_in_words, faster_in_words, print_results, times_table
+from zero_inference.report.results import cpu_in_words, faster_in_words, limit_in_words, print_results, times_table
 
 DOCS = ROOT / "benchmarks" / "results" / "h200-big-models" / "docs"
 
@@ -90,6 +90,22 @@ def test_options_are_named_where_the_record_shows_what_helps(measured, share, bo
     line = faster_in_words(request, replace(measured, limit=limit)) or ""
     assert line.count(", ") + bool(line) == len(options) and all(option in line for option in options)
     assert faster_in_words(request, replace(measured, limit=limit, device="cpu")) is None
+
+
+@pytest.mark.parametrize(
+    "rates, source",
+    [
+        (dict(disk_from="rounds", disk_alone_gb_per_s=2.0), ""),
+        (dict(disk_from="loops", disk_alone_gb_per_s=1.75), " (measured in the loops; reads alone: 1.75 GB/s)"),
+        (dict(disk_from="loops"), " (measured in the loops)"),  # a record without the rate of reads alone
+    ],
+)
+def test_the_line_of_the_disks_limit_reports_what_measured_it(measured, rates, source):
+    of_disk = replace(measured.limit.rates, disk_gb_per_s=2.0, **rates)
+    limit = replace(measured.limit, bound_by="disk", fraction_of_limit=0.98, rates=of_disk)
+    moved = replace(measured.transfers, disk_read_bytes_per_step=2**30)
+    found = limit_in_words(replace(measured, limit=limit, transfers=moved))
+    assert found == f"98.0% of the disk's limit: 1 GiB a step at 2.00 GB/s{source}"
 
 
 def test_what_the_cpu_reads(measured):

@@ -260,7 +260,6 @@ def uncached_block_bytes() -> int:
 MAX_FILE_BYTES, READ_MEMORY_BYTES = 1 << 30, 128 << 20
 # (bytes of a request, requests at once) that `zero-inference link` tries: all but the smallest read about as fast (h200-disk/reads.txt)
 DISK_SETTINGS = tuple((mib << 20, depth) for mib in (1, 4, 8, 16) for depth in (8, 16, 32))
-PASSES = 2  # the faster one counts: a run must not exceed its limit
 
 
 class DiskRate(NamedTuple):
@@ -274,7 +273,7 @@ class DiskRate(NamedTuple):
 def disk_read_rate(
     folder: Path,
     file_bytes: int = MAX_FILE_BYTES,
-    settings: Sequence[tuple[int, int]] = ((READ_BYTES, QUEUE_DEPTH),) * PASSES,
+    settings: Sequence[tuple[int, int]] = ((READ_BYTES, QUEUE_DEPTH),),
 ) -> DiskRate:
     """Return the fastest of reading a new file in `folder` with each of the `settings`; the file is unlinked at once.
 

@@ -153,7 +153,7 @@ def update_rates(
         moved: bytes of a decode step of this rank.
         disk_rounds: GB/s of the disk before each loop and after the last; None where it could not be measured. Its rate is the mean,
             because a disk's changes within seconds, or that of the fastest loop if it is higher.
-        disk_loops: GB/s that this rank read in each loop.
+        disk_loops: GB/s of direct reads in each loop.
     """
     ranks, rate = link.ranks, link.rate()
     # links that are idle part of the time do not run at once, and would add up to too much
@@ -168,8 +168,9 @@ def update_rates(
     }
     if measured := [each for each in disk_rounds if each is not None]:
         alone = statistics.fmean(measured)
-        fastest_loop = max((_sum_over_ranks(ranks, each) for each in disk_loops), default=0.0)
-        updated["disk_gb_per_s"], updated["disk_from"] = max((alone, "rounds"), (fastest_loop, "loops"))
+        updated["disk_gb_per_s"], updated["disk_from"] = max(
+            [(alone, "rounds"), *((each, "loops") for each in disk_loops)]
+        )
         updated["disk_alone_gb_per_s"] = alone
     if rates.cores_gb_per_s is not None and rates.link_beside_cores_gb_per_s is not None:
         links_gb_per_s = _sum_over_ranks(ranks, link.copied_gb_per_s())

@@ -207,10 +207,10 @@ def measure_run(
             f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    disk_loops = [
-        len(loop.step_s) * (loop.moved.disk_read_bytes_per_step or 0) / loop.decode_s / 1e9 if loop.decode_s else 0.0
-        for loop in measurement.loops
-    ]
+    disk_loops = []
+    if loaded.measure_disk is not None:  # other engines' loops may read from the page cache
+        read = ((loop, loop.moved.disk_read_bytes_per_step) for loop in measurement.loops)
+        disk_loops = [len(loop.step_s) * nbytes / loop.decode_s / 1e9 for loop, nbytes in read if nbytes]
     rates = update_rates(rates, link, measurement.loops[-1].moved, disk_rounds, disk_loops)
     return Session(plan, loaded, own, make_cache, forced_tokens, sampler, measurement, rates, link, speculation)
 

@@ -39,7 +39,9 @@ class Rates(Part):
     link_kind: str = key("", "what was copied: page-locked memory to a GPU, or, without a GPU, host memory")
     device_copy_gb_per_s: float | None = key("GB/s", "device memory, bytes read and written", "device_copy_gbps")
     matmul_tflops: float | None = key("TFLOP/s", "large matrix product in the model's dtype; on a CPU also of few rows")
-    disk_gb_per_s: float | None = key("GB/s", "direct reads, all nodes; null without weights on disk", "disk_gbps", default=None)
+    disk_gb_per_s: float | None = key(
+        "GB/s", "direct reads, all nodes; null without weights on disk", "disk_gbps", default=None
+    )
     link_beside_cores_gb_per_s: float | None = key(
         "GB/s", f"host to device while the CPU multiplies: {_REACHED}", "link_beside_cores_gbps", _CPU, default=None
     )
@@ -49,11 +51,15 @@ class Rates(Part):
     disk_from: str | None = key(
         "",
         "what measured `disk_gbps`: `rounds` of reads before each loop and after the last, or the `loops` where they read faster",
-        only_with="weights on disk",
+        only_with="weights on disk and a known rate",
         default=None,
     )
     disk_alone_gb_per_s: float | None = key(
-        "GB/s", "the mean of those rounds, with no other work", "disk_alone_gbps", only_with="weights on disk", default=None
+        "GB/s",
+        "the mean of those rounds",
+        "disk_alone_gbps",
+        only_with="weights on disk and a known rate",
+        default=None,
     )
     link_from: str = key("", "what measured `link_gbps`: `rounds` of copies, or the `loops`", default="rounds")
 
