@@ -168,10 +168,7 @@ def update_rates(
     }
     if measured := [each for each in disk_rounds if each is not None]:
         alone = statistics.fmean(measured)
-        updated["disk_gb_per_s"], updated["disk_from"] = max(
-            [(alone, "rounds"), *((each, "loops") for each in disk_loops)]
-        )
-        updated["disk_alone_gb_per_s"] = alone
+        updated |= {"disk_alone_gb_per_s": alone, "disk_gb_per_s": max([alone, *disk_loops])}
     if rates.cores_gb_per_s is not None and rates.link_beside_cores_gb_per_s is not None:
         links_gb_per_s = _sum_over_ranks(ranks, link.copied_gb_per_s())
         cpu_bytes = ranks.total(int(moved.cores_bytes_per_step or 0))

@@ -40,7 +40,10 @@ class Rates(Part):
     device_copy_gb_per_s: float | None = key("GB/s", "device memory, bytes read and written", "device_copy_gbps")
     matmul_tflops: float | None = key("TFLOP/s", "large matrix product in the model's dtype; on a CPU also of few rows")
     disk_gb_per_s: float | None = key(
-        "GB/s", "direct reads, all nodes; null without weights on disk", "disk_gbps", default=None
+        "GB/s",
+        "direct reads, all nodes: `disk_alone_gbps` or a loop that read faster; null without weights on disk",
+        "disk_gbps",
+        default=None,
     )
     link_beside_cores_gb_per_s: float | None = key(
         "GB/s", f"host to device while the CPU multiplies: {_REACHED}", "link_beside_cores_gbps", _CPU, default=None
@@ -48,15 +51,9 @@ class Rates(Part):
     cores_gb_per_s: float | None = key(
         "GB/s", f"read by the CPU while the link is busy: {_REACHED}", "cores_gbps", _CPU, default=None
     )
-    disk_from: str | None = key(
-        "",
-        "what measured `disk_gbps`: `rounds` of reads before each loop and after the last, or the `loops` where they read faster",
-        only_with="weights on disk and a known rate",
-        default=None,
-    )
     disk_alone_gb_per_s: float | None = key(
         "GB/s",
-        "the mean of those rounds",
+        "direct reads with no other work, the mean of those before each loop and after the last",
         "disk_alone_gbps",
         only_with="weights on disk and a known rate",
         default=None,

@@ -147,14 +147,14 @@ def limit_in_words(measured: Measured) -> str | None:
 
     copied, computed = step(moved.host_to_device_bytes_per_step), format_bytes(moved.cores_bytes_per_step or 0)
     source = "measured in the loops" if rates.link_from == "loops" else f"+- {(rates.link_spread or 0) / 2:.1%}"
-    disk_alone = f"; reads alone: {rate(rates.disk_alone_gb_per_s)}" if rates.disk_alone_gb_per_s else ""
+    disk_alone = rates.disk_alone_gb_per_s or rates.disk_gb_per_s  # older records lack the first
     memory = "host memory" if measured.device == "cpu" else "device memory"
     words = {
         "link": f"the link's limit: {copied} at {rate(rates.link_gb_per_s)} ({rates.link_kind}, {source})",
         "link_and_cores": f"the limit of link and CPU: {copied} over the link "
         f"({rate(rates.link_beside_cores_gb_per_s)}) and {computed} by the CPU ({rate(rates.cores_gb_per_s)})",
         "disk": f"the disk's limit: {step(moved.disk_read_bytes_per_step)} at {rate(rates.disk_gb_per_s)}"
-        + f" (measured in the loops{disk_alone})" * (rates.disk_from == "loops"),
+        + f" (measured in the loops; reads alone: {rate(disk_alone)})" * (disk_alone != rates.disk_gb_per_s),
         "device_memory": f"the limit of {memory}, which copies {rate(rates.device_copy_gb_per_s)}",
         "matmul": f"the limit of matrix products: {three_digits(rates.matmul_tflops or 0)} TFLOP/s",
     }.get(limit.bound_by or "")
